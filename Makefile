@@ -1,0 +1,41 @@
+# Everything runs in .venv, made here from pyproject.toml and the exact pins of constraints.txt.
+#
+#   make demo      compare AdamW, EMA and PACE on a small language model (a few minutes)
+#   make test      all tests
+#   make check     lint, types, import directions, fast tests (under a minute)
+#   make bench     time and memory of a step, side by side
+#   make test-all  make test, plus what is too slow for every day
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test check bench test-all clean
+
+demo: $(READY)
+	$(BIN)/python examples/compare_learning_rates.py
+
+test: $(READY)
+	$(BIN)/pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pytest -m "not slow"
+
+bench: $(READY)
+	KINETO_LOG_LEVEL=6 $(BIN)/python benchmarks/step.py
+
+test-all: test bench
+
+clean:
+	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[save,demo]" --group dev
+	touch $(READY)

@@ -1,0 +1,142 @@
+"""The update for many tensors at once: `pace_step_` in torch's foreach operations, bit for bit.
+
+A step holds at most two temporaries of one chunk's size (one more of a single tensor's size under
+gain="relative"); chunks have at most `CHUNK_ELEMENTS` elements unless one tensor alone has more.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.optim.recipe import Recipe
+from paceline.optim.rule import RATIOS, At, Slot, at_step, gain_limit, shares, stays_on_device
+from paceline.optim.sharded import mesh_of
+
+# 64 MiB of float32: large enough that launches do not count, small beside any model worth the path.
+CHUNK_ELEMENTS = 2**24
+
+
+def foreach_step_(slots: Sequence[Slot], recipe: Recipe) -> None:
+    """One step for all slots of a parameter group, in place."""
+    torch._foreach_add_([slot.step for slot in slots], 1)
+    for chunk in _chunks(slots, recipe):
+        _step_chunk_(chunk, recipe)
+
+
+def _chunks(slots: Iterable[Slot], recipe: Recipe) -> Iterator[list[Slot]]:
+    """Slots that one foreach call can take together: one device, dtype, mesh and step count."""
+    alike: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        t = None if stays_on_device(recipe) else slot.step.item()
+        key = (slot.live.device, slot.live.dtype, mesh_of(slot.live), t)
+        alike.setdefault(key, []).append(slot)
+    for group in alike.values():
+        chunk: list[Slot] = []
+        size = 0
+        for slot in group:
+            if chunk and size + slot.live.numel() > CHUNK_ELEMENTS:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(slot)
+            size += slot.live.numel()
+        yield chunk
+
+
+def _step_chunk_(chunk: list[Slot], recipe: Recipe) -> None:
+    lives, grads, exp_avgs, exp_avg_sqs, averages = (list(column) for column in list(zip(*chunk))[:5])
+    at = at_step(chunk[0].step, recipe)
+    # On the host all steps of a chunk are equal; on the device nobody knows.
+    ats = [at_step(slot.step, recipe) for slot in chunk] if stays_on_device(recipe) else [at] * len(chunk)
+    beta1, beta2 = recipe.betas
+    lookahead = recipe.gap == "lookahead"
+    gaps = [] if at.pulling is False or lookahead else list(torch._foreach_sub(averages, lives))
+
+    if recipe.maximize:
+        grads = list(torch._foreach_neg(grads))
+    if recipe.weight_decay != 0:
+        torch._foreach_mul_(lives, at.decay)
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    del grads
+    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+    torch._foreach_div_(denominators, _each(ats, "root_correction"))
+    torch._foreach_add_(denominators, recipe.eps)
+    if isinstance(at.step_size, Tensor):
+        scaled = torch._foreach_div(denominators, _each(ats, "step_size"))
+        torch._foreach_addcdiv_(lives, exp_avgs, scaled)
+        del scaled
+    else:
+        torch._foreach_addcdiv_(lives, exp_avgs, denominators, at.step_size)
+
+    if at.averaging is False:
+        return
+    if lookahead:
+        _move_averages_(averages, lives, _each(ats, "rate"))
+    if at.pulling is not False:
+        gains = _gains_(denominators, chunk, ats, recipe)
+        if lookahead:
+            _lerp_lives_(lives, averages, gains)
+        else:
+            torch._foreach_mul_(gaps, gains)
+            torch._foreach_add_(lives, gaps)
+        del gains
+    del gaps, denominators
+    if not lookahead:
+        _move_averages_(averages, lives, _each(ats, "rate"))
+    if recipe.return_power is not None:
+        returned = [slot.returned for slot in chunk if slot.returned is not None]
+        _move_averages_(returned, lives, _each(ats, "return_rate"))
+
+
+def _each(ats: list[At], name: str) -> list[Any]:
+    """One scalar a tensor: all floats or all 0-dim tensors, whose overload torch picks itself."""
+    return [getattr(at, name) for at in ats]
+
+
+def _gains_(denominators: list[Tensor], chunk: list[Slot], ats: list[At], recipe: Recipe) -> list[Tensor]:
+    """The gain of every coordinate, written over `denominators` where the precision allows."""
+    gains = []
+    for i, (slot, at) in enumerate(zip(chunk, ats, strict=True)):
+        denominator = denominators[i].to(slot.average.dtype)
+        denominators[i] = denominator  # drops the low-precision one
+        ratio = RATIOS[recipe.gain]
+        gains.append(
+            ratio(
+                denominator,
+                slot.exp_avg_sq,
+                at.root_correction,
+                at.lr,
+                recipe.pullback_strength,
+                denominator,
+            )
+        )
+    torch._foreach_mul_(gains, _each(ats, "rate"))
+    torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))
+    if isinstance(ats[0].pulling, Tensor):
+        gains = [torch.where(on, gain, 0.0) for gain, on in zip(gains, _each(ats, "pulling"), strict=True)]
+    return gains
+
+
+def _lerp_lives_(lives: list[Tensor], averages: list[Tensor], gains: list[Tensor]) -> None:
+    if lives[0].dtype == averages[0].dtype:
+        torch._foreach_lerp_(lives, averages, gains)
+    else:
+        wide = [live.to(average.dtype) for live, average in zip(lives, averages, strict=True)]
+        torch._foreach_lerp_(wide, averages, gains)
+        torch._foreach_copy_(lives, wide)
+
+
+def _move_averages_(averages: list[Tensor], lives: list[Tensor], rates: list[Any]) -> None:
+    """`move_average_` for many: one rate on the host, one each on the device."""
+    if isinstance(rates[0], Tensor):
+        keeps, moves = (list(column) for column in zip(*(shares(rate, averages[0].dtype) for rate in rates)))
+        wide = [live.to(average.dtype) for live, average in zip(lives, averages, strict=True)]
+        torch._foreach_mul_(averages, keeps)
+        torch._foreach_add_(averages, torch._foreach_mul(wide, moves))
+    else:
+        keep, move = shares(rates[0], averages[0].dtype)
+        torch._foreach_mul_(averages, keep)
+        torch._foreach_add_(averages, lives, alpha=float(move))

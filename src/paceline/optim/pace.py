@@ -1,0 +1,417 @@
+"""PACE as a torch optimizer: settings, groups, state, choice of path. The update itself is in rule.py."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    ParamsT,
+    _default_to_fused_or_foreach,
+    _get_capturable_supported_devices,
+    _use_grad_for_differentiable,
+)
+
+from paceline.optim import recipe, weights
+from paceline.optim.foreach import foreach_step_
+from paceline.optim.loading import Saved, admit, take_in, warn_of_missing
+from paceline.optim.recipe import Gain, Gap, Recipe
+from paceline.optim.rule import Slot, pace_step_
+from paceline.optim.sharded import whole
+from paceline.optim.state import allocate, conform, is_expanded, name_of, returned_key
+
+
+@final
+class PACE(Optimizer):
+    r"""AdamW plus a clipped, per-coordinate pull of the live weights toward their average.
+
+    A drop-in for `torch.optim.AdamW` that returns the average of the training iterates and trains for
+    it (Au & Block, *Training for the Model You Return*, Algorithm 1). At every step t of a parameter
+
+    .. code-block:: text
+
+        raw      = AdamW(live)
+        gain     = min(lr · pullback_strength · rate / (√v̂ + eps), max_gain)    rate = (1 + t)^-ema_power
+        live'    = raw + gain · (average − live)
+        average' = (1 − rate) · average + rate · live'
+
+    The parameters always hold the live weights; the average is optimizer state. Evaluate it with
+    `averaged_weights`, export it with `averaged_state_dict` or `save_averaged`.
+
+    Arguments:
+        params: parameters or parameter groups; any setting below may differ between groups.
+        lr: learning rate, float or 1-element Tensor. Under gain="paper" it also scales the pull.
+        betas, eps, weight_decay: AdamW's.
+        pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it.
+        gain: how a coordinate's pull is sized. "paper": as above. "uniform": rate · strength for all.
+            "relative": rate · strength · clip(rms(√v̂)/(√v̂+eps), ¼, 4), which does not depend on loss
+            scale, learning rate or size. For the last two a strength in (−1, 0) pushes away.
+        ema_power: κ in the paper, 0 to 1. 1 averages all iterates alike, 0 makes the average live.
+        update_every: pull and average at every n-th step only.
+        ema_offset, ema_scale: the averaging rate is (ema_offset + ema_scale · t)^-ema_power.
+        max_gain: clip of the gain; inf for none.
+        gap: "pre" pulls by the gap before the AdamW step, Algorithm 1. "lookahead" averages first and
+            moves toward the new average; an infinite strength is then Lookahead with one inner step.
+        return_power: a second average with this power is kept and is the one that is shown, exported
+            and returned; it never influences training. None: the control average is returned.
+        skip_nonfinite: skip the whole step if any gradient has a NaN or Inf (one host read a step).
+        foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
+
+    >>> import torch, paceline
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = paceline.PACE(model.parameters(), lr=1e-2)
+    >>> model(torch.ones(4, 2)).square().mean().backward()
+    >>> optimizer.step()
+    >>> with paceline.averaged_weights(optimizer):
+    ...     loss = model(torch.ones(4, 2)).square().mean()
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        pullback_strength: float = 3e-3,
+        gain: Gain = "paper",
+        ema_power: float = 0.5,
+        update_every: int = 1,
+        ema_offset: float = 1.0,
+        ema_scale: float = 1.0,
+        max_gain: float = 1.0,
+        gap: Gap = "pre",
+        return_power: float | None = None,
+        skip_nonfinite: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "pullback_strength": pullback_strength,
+            "gain": gain,
+            "ema_power": ema_power,
+            "update_every": update_every,
+            "ema_offset": ema_offset,
+            "ema_scale": ema_scale,
+            "max_gain": max_gain,
+            "gap": gap,
+            "return_power": return_power,
+            "skip_nonfinite": skip_nonfinite,
+            "foreach": foreach,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            # Not a setting: every checkpoint says which weights the parameters held when it was made.
+            "parameters_hold": "live",
+        }
+        recipe.check(defaults)
+        # Parameters whose average was taken from live at their first step. Of all others the average
+        # IS live, whatever the tensor says, so weights loaded or broadcast until then count.
+        self._seeded: set[Tensor] = set()
+        super().__init__(params, defaults)
+
+    # --- Groups and state -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its settings are checked and its state exists from here on."""
+        if isinstance(param_group, dict):
+            recipe.check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["parameters_hold"] = self.param_groups[0]["parameters_hold"]
+        for i, parameter in enumerate(group["params"]):
+            if is_expanded(parameter):
+                self.param_groups.pop()
+                raise ValueError(
+                    f"{name_of(group, len(self.param_groups), i)} is an expanded tensor (strides "
+                    f"{parameter.stride()}): several elements share one memory; clone it first"
+                )
+        # Frozen parameters get their state when they are thawed: beside adapters they are most of a model.
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                self.state[parameter] = allocate(parameter, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_seeded": self._seeded}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "defaults" not in state:  # from load_state_dict; otherwise unpickled or copied
+            state = self._adopt(**state)
+        super().__setstate__(state)
+
+    def _members(self) -> Iterator[tuple[dict[str, Any], Tensor, str]]:
+        """Each parameter once, with its group and a name for messages."""
+        seen: set[Tensor] = set()
+        for number, group in enumerate(self.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield group, parameter, name_of(group, number, i)
+
+    # --- The step ---------------------------------------------------------------------------------
+
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step on the live weights and update the averages.
+
+        After a forgotten `eval()` the live weights are put back first.
+        """
+        if weights.in_block(self):
+            raise RuntimeError(
+                "step() inside averaged_weights: the parameters hold the average; step outside"
+            )
+        self._check_capture()
+        self.train()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        work = [_Work(group, *self._slots(group, i)) for i, group in enumerate(self.param_groups)]
+        watched = [slot.grad for w in work if w.group["skip_nonfinite"] for slot in w.slots]
+        if not _all_finite(watched):
+            return loss
+        for group, parameters, slots in work:
+            if slots:
+                self._seed(parameters)
+                path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
+                path(slots, Recipe.of(group))
+        return loss
+
+    def _slots(self, group: dict[str, Any], number: int) -> tuple[list[Tensor], list[Slot]]:
+        """The parameters of a group that have a gradient, and all that their update touches."""
+        parameters, slots = [], []
+        for i, parameter in enumerate(group["params"]):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            _check_device(parameter, group)
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"PACE does not support sparse gradients: that of {name_of(group, number, i)} is "
+                    f"{grad.layout}; make it dense (for nn.Embedding: sparse=False)"
+                )
+            state = self.state.get(parameter)
+            if not state:
+                with torch.no_grad():
+                    state = self.state[parameter] = allocate(parameter, group)
+            conform(parameter, state, group, number, i)
+            parameters.append(parameter)
+            slots.append(
+                Slot(
+                    live=_real(parameter),
+                    grad=_real(grad),
+                    exp_avg=_real(state["exp_avg"]),
+                    exp_avg_sq=_real(state["exp_avg_sq"]),
+                    average=_real(state["average"]),
+                    returned=_real(state["returned"]) if "returned" in state else None,
+                    step=state["step"],
+                )
+            )
+        return parameters, slots
+
+    def _seed(self, parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter not in self._seeded:
+                self._take_average(parameter)
+                self._seeded.add(parameter)
+
+    def _take_average(self, parameter: Tensor) -> None:
+        for key in ("average", "returned"):
+            if key in self.state[parameter]:
+                self.state[parameter][key].copy_(parameter)
+
+    def _check_capture(self) -> None:
+        if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        if torch.cuda.is_current_stream_capturing() and not all(g["capturable"] for g in self.param_groups):
+            raise RuntimeError(
+                "capturing a CUDA graph of step() needs capturable=True in all parameter groups"
+            )
+
+    # --- Which weights the parameters hold --------------------------------------------------------
+
+    def returned_averages(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter with its returned average; one whose average is still live is left out."""
+        for _, parameter, _ in self._members():
+            if parameter in self._seeded and (state := self.state.get(parameter)):
+                yield parameter, state[returned_key(state)]
+
+    def shows_average(self) -> bool:
+        """Whether the parameters hold the average at present."""
+        return bool(self.param_groups[0]["parameters_hold"] == "average")
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the average into the parameters, until `train()` or the next `step()`."""
+        if self.shows_average():
+            return
+        self._mark("average")
+        try:
+            for parameter, _ in list(self.returned_averages()):
+                state = self.state[parameter]
+                weights.show_average_(parameter, state, returned_key(state))
+        except BaseException:
+            self._put_live_back()
+            raise
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Put the live weights back into the parameters; nothing happens if they are there."""
+        if not self.shows_average():
+            return
+        if weights.in_block(self):
+            raise RuntimeError("train() inside averaged_weights: leave the block instead")
+        self._put_live_back()
+
+    def _put_live_back(self) -> None:
+        # Backwards, so that parameters sharing one storage end as they began.
+        for _, parameter, _ in reversed(list(self._members())):
+            state = self.state.get(parameter, {})
+            if "live" in state:
+                weights.show_live_(parameter, state, returned_key(state))
+        self._mark("live")
+
+    def _mark(self, held: str) -> None:
+        for group in self.param_groups:
+            group["parameters_hold"] = held
+
+    # --- Saving and loading -----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. While the parameters hold the average, it also has the `live` weights."""
+        with self.register_state_dict_post_hook(_settle, prepend=True):
+            self._refresh_unseeded()
+            return super().state_dict()
+
+    @torch.no_grad()
+    def _refresh_unseeded(self) -> None:
+        for _, parameter, _ in self._members():
+            if parameter not in self._seeded and self.state.get(parameter):
+                self._take_average(parameter)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of PACE or of torch.optim.AdamW; every tensor keeps its precision.
+
+        A state without averages (AdamW's) seeds them from the live weights of the next step, with a
+        warning. A state saved while the parameters held the average puts its live weights back into
+        them. If anything does not fit, ValueError says what, and nothing is changed.
+        """
+        # Last of all pre-hooks: torch would cast what it sees to the parameter's precision.
+        with self.register_load_state_dict_pre_hook(admit):
+            super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _adopt(self, state: dict[Any, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Take in a state that `admit` let pass and torch mapped to our parameters."""
+        showed = self.shows_average()
+        self._put_live_back()
+        self.param_groups = param_groups
+        self._mark("live")
+        adopted: dict[Any, Any] = {k: v for k, v in state.items() if not isinstance(v, Saved)}
+        seeded: set[Tensor] = set()
+        without: dict[str, list[str]] = {"average": [], "returned": []}
+        for group, parameter, name in self._members():
+            saved = state.get(parameter)
+            if saved is None:
+                if parameter.requires_grad:
+                    adopted[parameter] = allocate(parameter, group)
+                continue
+            if "live" in saved.entries:
+                parameter.copy_(saved.entries["live"])
+            self.state.pop(parameter, None)  # its memory first
+            adopted[parameter] = take_in(parameter, saved.entries, group)
+            if saved.entries["step"] > 0:
+                for key in adopted[parameter].keys() & without.keys() - saved.entries.keys():
+                    without[key].append(name)
+                if "average" in saved.entries:
+                    seeded.add(parameter)
+        self._seeded = seeded
+        self.state = defaultdict(dict, adopted)
+        warn_of_missing(without)
+        if showed:
+            self.eval()
+        return {"state": self.state, "param_groups": self.param_groups}
+
+
+def reset_average(optimizer: PACE) -> None:
+    """Start the averages anew from the live weights, e.g. for a second phase of training.
+
+    Until its next step a parameter's average is again its live weight, so weights may still be loaded.
+    Moments and step counts stay, and with them the learning-rate schedule and the averaging rate.
+
+    >>> import torch, paceline
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = paceline.PACE(model.parameters())
+    >>> paceline.reset_average(optimizer)
+    """
+    optimizer.train()
+    optimizer._seeded.clear()
+
+
+# --- Pieces of the above --------------------------------------------------------------------------
+
+
+class _Work(NamedTuple):
+    group: dict[str, Any]
+    parameters: list[Tensor]
+    slots: list[Slot]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex parameter is a pair of reals to AdamW, and so to PACE."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """While averages are shown, copy what changes places when live comes back, and give all of them live."""
+    for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        if packed["parameters_hold"] == "live":
+            continue
+        for parameter, key in zip(group["params"], packed["params"], strict=True):
+            entries = state_dict["state"].get(key)
+            if entries:
+                moving = {"live": parameter.detach(), **entries}
+                moving = {k: moving[k].clone() for k in ("live", returned_key(entries))}
+                state_dict["state"][key] = {**entries, **moving}
+
+
+def _check_device(parameter: Tensor, group: dict[str, Any]) -> None:
+    if group["capturable"] and not torch.compiler.is_compiling():
+        supported = _get_capturable_supported_devices()
+        if parameter.device.type not in supported:
+            raise RuntimeError(
+                f"capturable=True needs parameters on one of {supported}; one is on {parameter.device.type}"
+            )
+
+
+def _all_finite(grads: list[Tensor]) -> bool:
+    # 0 · g is NaN where g is not finite, and a NaN survives the sum over elements, tensors and ranks;
+    # a maximum over ranks may lose it, and a plain sum may overflow.
+    sums = [whole((grad * 0).sum()).to("cpu", torch.float32) for grad in grads]
+    return not sums or bool(torch.stack(sums).sum() == 0)
+
+
+def _takes_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
+    tensor_lr = isinstance(group["lr"], Tensor) and not group["capturable"]
+    if group["foreach"] and tensor_lr:
+        raise RuntimeError("lr as a Tensor is not supported for capturable=False and foreach=True")
+    if group["foreach"] is not None:
+        return bool(group["foreach"])
+    _, foreach = _default_to_fused_or_foreach(parameters, group["differentiable"], use_fused=False)
+    return foreach and not tensor_lr
+
+
+def _loop_step_(slots: list[Slot], settings: Recipe) -> None:
+    for slot in slots:
+        pace_step_(slot, settings)

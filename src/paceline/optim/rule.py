@@ -1,0 +1,230 @@
+"""The update, stated once, for one tensor. Every fast path must equal `pace_step_` on weights and state.
+
+Two sets of weights: `live` is where gradients are taken, `average` is what is evaluated and returned.
+Scalars that depend on the step are floats, or 0-dim tensors where the step must not leave the device.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.optim.recipe import Gain, Recipe
+
+Scalar = float | Tensor
+
+
+def averaging_rate(t: Scalar, power: float, offset: float = 1.0, scale: float = 1.0) -> Scalar:
+    """How far the average moves toward live at step t: β_t in Algorithm 1, κ = power.
+
+    >>> averaging_rate(3, power=0.5)
+    0.5
+    """
+    return (offset + scale * t) ** -power
+
+
+# --- The gain -------------------------------------------------------------------------------------
+# One coordinate is pulled by gain = min(rate · ratio, max_gain), λ_{t,i} in Algorithm 1. The three
+# functions below are the dimensionless ratio R_i. Each returns a tensor shaped like `denominator`,
+# √v̂ + ε, and may write it into `out`, which may be `denominator` itself. A fourth gain is one more
+# function and one more row in `RATIOS`.
+
+
+def paper_ratio(
+    denominator: Tensor,
+    exp_avg_sq: Tensor,
+    root_correction: Scalar,
+    lr: Scalar,
+    strength: float,
+    out: Tensor | None,
+) -> Tensor:
+    """R_i = η c / (√v̂_i + ε): the paper's, with c in units of curvature."""
+    del exp_avg_sq, root_correction
+    # A finite c where c = inf keeps inf · 0 = NaN out where v̂ has overflowed; the gain is still clipped.
+    strength = min(strength, torch.finfo(denominator.dtype).max)
+    return torch.mul(torch.reciprocal(denominator, out=out), lr * strength, out=out)
+
+
+def uniform_ratio(
+    denominator: Tensor,
+    exp_avg_sq: Tensor,
+    root_correction: Scalar,
+    lr: Scalar,
+    strength: float,
+    out: Tensor | None,
+) -> Tensor:
+    """R_i = R: the stylised update, and the only form for a base without second moments."""
+    del exp_avg_sq, root_correction, lr
+    return (torch.empty_like(denominator) if out is None else out).fill_(strength)
+
+
+def relative_ratio(
+    denominator: Tensor,
+    exp_avg_sq: Tensor,
+    root_correction: Scalar,
+    lr: Scalar,
+    strength: float,
+    out: Tensor | None,
+) -> Tensor:
+    """R_i = R · clip(rms(√v̂) / (√v̂_i + ε), ¼, 4): blind to loss scale, learning rate and size."""
+    del lr
+    # A NaN or Inf gradient spoils its own coordinate, not the whole tensor's mean.
+    spared = exp_avg_sq.to(denominator.dtype).nan_to_num(nan=0.0, posinf=0.0)
+    rms = spared.mean().sqrt() / root_correction
+    del spared
+    spread = torch.mul(torch.reciprocal(denominator, out=out), rms, out=out)
+    return torch.mul(torch.clamp(spread, 0.25, 4.0, out=out), strength, out=out)
+
+
+Ratio = Callable[[Tensor, Tensor, Scalar, Scalar, float, Tensor | None], Tensor]
+RATIOS: dict[Gain, Ratio] = {"paper": paper_ratio, "uniform": uniform_ratio, "relative": relative_ratio}
+
+
+def gain_limit(recipe: Recipe, dtype: torch.dtype) -> float:
+    """The clip of the gain, finite even when unclipped: an infinite gain times a gap of 0 is NaN."""
+    return min(recipe.max_gain, torch.finfo(dtype).max)
+
+
+# --- The step -------------------------------------------------------------------------------------
+
+
+class Slot(NamedTuple):
+    """All that the update of one parameter touches; real tensors, everything but grad is modified."""
+
+    live: Tensor  # the parameter
+    grad: Tensor  # same shape and dtype as live; never modified
+    exp_avg: Tensor  # first moment, same shape and dtype as live
+    exp_avg_sq: Tensor  # second moment, same shape and dtype as live
+    average: Tensor  # same shape, at least float32: the target of the pull
+    returned: Tensor | None  # same as average: what is returned instead of it, with return_power
+    step: Tensor  # () float64, this parameter's own count
+
+
+class At(NamedTuple):
+    """The scalars of one step."""
+
+    lr: Scalar  # η in force at this step
+    decay: Scalar  # 1 − η · weight decay
+    step_size: Scalar  # −η / (1 − β₁ᵗ)
+    root_correction: Scalar  # √(1 − β₂ᵗ)
+    rate: Scalar  # β_t of the control average; 0 on a device step that updates no average
+    return_rate: Scalar  # β_t of the returned average, likewise
+    averaging: bool | Tensor  # whether averages move at this step
+    pulling: bool | Tensor  # whether live is pulled at this step
+
+
+def stays_on_device(recipe: Recipe) -> bool:
+    """Whether the step must not be read on the host, where a graph capture or a compiler would stumble."""
+    return recipe.capturable or torch.compiler.is_compiling()
+
+
+def at_step(step: Tensor, recipe: Recipe) -> At:
+    """The scalars of the step that `step` counts (already advanced)."""
+    on_device = stays_on_device(recipe)
+    t: Scalar = step if on_device else step.item()
+    lr = recipe.lr.reshape(()) if isinstance(recipe.lr, Tensor) else recipe.lr
+    beta1, beta2 = recipe.betas
+
+    step_size = lr / (1 - beta1**t) * -1
+    if isinstance(step_size, Tensor) and not on_device and not recipe.differentiable:
+        step_size = step_size.item()
+
+    averaging: bool | Tensor = True if recipe.update_every == 1 else t % recipe.update_every == 0
+    pulling: bool | Tensor = averaging
+    if recipe.pullback_strength == 0 or (not isinstance(lr, Tensor) and lr == 0):
+        pulling = False
+    elif isinstance(lr, Tensor):
+        pulling = averaging & (lr != 0) if on_device else bool(averaging and lr != 0)
+
+    rates = []
+    for power in (recipe.ema_power, recipe.ema_power if recipe.return_power is None else recipe.return_power):
+        rate = averaging_rate(t, power, recipe.ema_offset, recipe.ema_scale) if power else 1.0
+        rates.append(torch.where(averaging, rate, 0.0) if isinstance(averaging, Tensor) else rate)
+
+    return At(
+        lr=lr,
+        decay=1 - lr * recipe.weight_decay,
+        step_size=step_size,
+        root_correction=(1 - beta2**t) ** 0.5,
+        rate=rates[0],
+        return_rate=rates[1],
+        averaging=averaging,
+        pulling=pulling,
+    )
+
+
+def shares(rate: Scalar, dtype: torch.dtype) -> tuple[Scalar, Scalar]:
+    """1 − rate and rate, rounded to the average's precision so that they sum to exactly 1.
+
+    Rounded one by one they do not, and their excess, the same for many steps, adds up: weights that
+    never move would drift away with their average, by 2e-4 after 20,000 steps. As a move along
+    (live − average) the sum would not matter, but the average would stop half an ulp / rate short.
+    """
+    keep = (1 - rate).to(dtype) if isinstance(rate, Tensor) else torch.tensor(1 - rate, dtype=dtype).item()
+    return keep, 1 - keep
+
+
+def move_average_(average: Tensor, live: Tensor, rate: Scalar) -> None:
+    """average ← (1 − rate) · average + rate · live, in the average's precision."""
+    keep, move = shares(rate, average.dtype)
+    if isinstance(move, Tensor):
+        average.mul_(keep).add_(live.to(average.dtype) * move)
+    else:
+        average.mul_(keep).add_(live, alpha=move)
+
+
+def pace_step_(slot: Slot, recipe: Recipe) -> None:
+    """One step of Algorithm 1 for one parameter, in place. The reference.
+
+    The AdamW part follows torch's foreach order of operations, so that strength 0 equals
+    `torch.optim.AdamW` bit for bit.
+    """
+    live, grad, exp_avg, exp_avg_sq, average, returned, step = slot
+    beta1, beta2 = recipe.betas
+    step += 1
+    at = at_step(step, recipe)
+    lookahead = recipe.gap == "lookahead"
+    if recipe.maximize:
+        grad = -grad
+    gap = None if at.pulling is False or lookahead else average - live
+
+    if recipe.weight_decay != 0:
+        live.mul_(at.decay)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt() / at.root_correction + recipe.eps
+    if isinstance(at.step_size, Tensor):
+        live.addcdiv_(_kept(exp_avg, recipe), denominator / at.step_size)
+    else:
+        live.addcdiv_(_kept(exp_avg, recipe), denominator, value=at.step_size)
+
+    if at.averaging is False:
+        return
+    if lookahead:
+        move_average_(average, live, at.rate)
+    if at.pulling is not False:
+        gain = _gain(denominator.to(average.dtype), _kept(exp_avg_sq, recipe), at, recipe)
+        if gap is not None:
+            live.add_(gap * gain)
+        else:
+            start = _kept(live, recipe).to(average.dtype)
+            live.copy_(torch.lerp(start, _kept(average, recipe), gain))
+    if not lookahead:
+        move_average_(average, live, at.rate)
+    if returned is not None:
+        move_average_(returned, live, at.return_rate)
+
+
+def _kept(tensor: Tensor, recipe: Recipe) -> Tensor:
+    """What autograd keeps for backward must not move on with the next update in place."""
+    return tensor.clone() if recipe.differentiable else tensor
+
+
+def _gain(denominator: Tensor, exp_avg_sq: Tensor, at: At, recipe: Recipe) -> Tensor:
+    """λ_{t,i} = min(β_t R_i, max_gain), 0 on a device step that pulls nothing."""
+    ratio = RATIOS[recipe.gain](
+        denominator, exp_avg_sq, at.root_correction, at.lr, recipe.pullback_strength, None
+    )
+    gain = (ratio * at.rate).clamp(max=gain_limit(recipe, ratio.dtype))
+    return torch.where(at.pulling, gain, 0.0) if isinstance(at.pulling, Tensor) else gain

@@ -1,0 +1,87 @@
+"""What the optimizer remembers of one parameter: keys, shapes and precisions.
+
+step        () float64   this parameter's own optimizer steps
+exp_avg     like live    first moment            exp_avg_sq  like live    second moment
+average     ≥ float32    control average         returned    ≥ float32    only with return_power
+live        like live    only while the parameter shows its average: the weights to go on from
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+def name_of(group: dict[str, Any], number: int, i: int) -> str:
+    names = group.get("param_names")
+    return f"parameter '{names[i]}'" if names else f"parameter {i} of group {number}"
+
+
+def average_dtype(live: Tensor) -> torch.dtype:
+    """At least float32: a bfloat16 average stops moving once the averaging rate is below 1/256."""
+    return _WIDER.get(live.dtype, live.dtype)
+
+
+def returned_key(state: State) -> str:
+    """Which of the two averages is the one that is evaluated and returned."""
+    return "returned" if "returned" in state else "average"
+
+
+def allocate(live: Tensor, group: dict[str, Any]) -> State:
+    """All keys at their final shapes. The averages hold live until the first step takes them anew."""
+    live = live.detach()
+    state = {
+        "step": torch.zeros((), dtype=torch.float64, device=step_device(live, group)),
+        "exp_avg": torch.zeros_like(live, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(live, memory_format=torch.preserve_format),
+        "average": live.to(average_dtype(live), copy=True),
+    }
+    if group["return_power"] is not None:
+        state["returned"] = state["average"].clone()
+    return state
+
+
+def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: int) -> None:
+    """Let the state follow a parameter that was moved or cast, and a return_power set or unset, since.
+
+    `number` and `i` say which parameter of which group it is, for messages.
+    """
+    if state["average"].shape != live.shape:
+        name = name_of(group, number, i)
+        raise RuntimeError(
+            f"{name} has shape {tuple(live.shape)} but its optimizer state has "
+            f"{tuple(state['average'].shape)}; reload the state or build a new optimizer"
+        )
+    if state["average"].is_meta and not live.is_meta:
+        if state["step"].is_meta or state["step"].item() != 0:
+            name = name_of(group, number, i)
+            raise RuntimeError(f"the state of {name} is on the meta device and holds no values; reload it")
+        state.update(allocate(live, group))
+    if group["return_power"] is None:
+        state.pop("returned", None)
+    elif "returned" not in state:
+        state["returned"] = state["average"].clone()
+    wide = average_dtype(live)
+    for key in state.keys() - {"step", "live"}:
+        dtype = live.dtype if key in ("exp_avg", "exp_avg_sq") else wide
+        if state[key].dtype != dtype or state[key].device != live.device:
+            state[key] = state[key].to(live.device, dtype)
+    device = step_device(live, group)
+    if state["step"].device != device:
+        state["step"] = state["step"].to(device)
+
+
+def step_device(live: Tensor, group: dict[str, Any]) -> torch.device:
+    # A counter on the GPU would cost a launch and a read a step; only graph capture needs it there.
+    return live.device if group["capturable"] else torch.device("cpu")
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements share one memory, so that no update in place can be right."""
+    return tensor.layout == torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

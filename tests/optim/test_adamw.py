@@ -1,0 +1,99 @@
+"""Strength 0 is torch.optim.AdamW bit for bit, with an exact EMA beside it."""
+
+import pytest
+import torch
+from problems import PATHS, advance, make_gradients, make_parameters, run, set_gradients
+
+from paceline import PACE
+
+STEPS = 1000
+
+
+def two_groups(parameters):
+    return [
+        {"params": parameters[:2], "weight_decay": 0.1, "lr": 3e-3},
+        {"params": parameters[2:], "betas": (0.8, 0.99), "eps": 1e-6},
+    ]
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_strength_0_is_adamw_and_its_average_an_exact_ema(dtype, foreach):
+    """Over 1,000 steps with a schedule, groups and weight decay; gradients depend on the weights."""
+    ours, theirs = make_parameters(dtype=dtype), make_parameters(dtype=dtype)
+    pace = PACE(two_groups(ours), lr=1e-2, pullback_strength=0.0, foreach=foreach)
+    adamw = torch.optim.AdamW(two_groups(theirs), lr=1e-2, foreach=foreach)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[1e-2, 3e-2], total_steps=STEPS) for o in (pace, adamw)
+    ]
+    average = [p.detach().double() for p in ours]
+    noise = make_gradients(STEPS)
+    for t in range(1, STEPS + 1):
+        for parameters, optimizer in ((ours, pace), (theirs, adamw)):
+            pulled = [p.detach().double() + g for p, g in zip(parameters, noise[t - 1], strict=True)]
+            set_gradients(parameters, pulled)
+            optimizer.step()
+        rate = (1 + t) ** -0.5
+        average = [(1 - rate) * a + rate * p.detach().double() for a, p in zip(average, ours, strict=True)]
+        for schedule in schedules:
+            schedule.step()
+        if t % 100 == 0 or t < 5:
+            for p, q in zip(ours, theirs, strict=True):
+                assert torch.equal(p, q), f"live differs at step {t}"
+                for key in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(pace.state[p][key], adamw.state[q][key]), f"{key} at step {t}"
+    for p, expected in zip(ours, average, strict=True):
+        error = (pace.state[p]["average"].double() - expected).abs().max()
+        assert error <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("strength", [0.0, 30.0])
+def test_a_returned_average_leaves_live_bit_identical(foreach, strength):
+    gradients = make_gradients(200)
+    plain, with_second = make_parameters(), make_parameters()
+    a = run(plain, gradients, pullback_strength=strength, foreach=foreach)
+    b = run(with_second, gradients, pullback_strength=strength, return_power=0.9, foreach=foreach)
+    for p, q in zip(plain, with_second, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(a.state[p]["average"], b.state[q]["average"])
+        assert not torch.equal(b.state[q]["average"], b.state[q]["returned"])
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(3e-3), torch.tensor([3e-3]), torch.tensor([[3e-3]])])
+def test_tensor_learning_rate_is_adamws(lr):
+    gradients = make_gradients(20)
+    ours, theirs = make_parameters(dtype=torch.float32), make_parameters(dtype=torch.float32)
+    run(ours, gradients, lr=lr, pullback_strength=0.0)
+    advance(torch.optim.AdamW(theirs, lr=lr), theirs, gradients)
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 10, 61])
+def test_between_updates_a_step_is_adamws(every, foreach):
+    """N10: updates at exactly t = n, 2n, … of 60; in between live moves as AdamW moves it."""
+    gradients = make_gradients(60)
+    parameters = make_parameters(dtype=torch.float32)
+    pace = PACE(parameters, lr=1e-2, pullback_strength=30.0, update_every=every, foreach=foreach)
+    updated = []
+    for t, step_gradients in enumerate(gradients, 1):
+        twins = [p.detach().clone().requires_grad_() for p in parameters]
+        adamw = torch.optim.AdamW(twins, lr=1e-2, foreach=foreach)
+        if t > 1:
+            for p, q in zip(parameters, twins, strict=True):
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                adamw.state[q] = {k: pace.state[p][k].clone() for k in keys}
+        before = [pace.state[p]["average"].clone() for p in parameters]
+        advance(pace, parameters, [step_gradients])
+        advance(adamw, twins, [step_gradients])
+        moved = [
+            not torch.equal(a, pace.state[p]["average"]) for a, p in zip(before, parameters, strict=True)
+        ]
+        assert len(set(moved)) == 1
+        if moved[0]:
+            updated.append(t)
+        else:
+            assert all(torch.equal(p, q) for p, q in zip(parameters, twins, strict=True))
+    assert updated == list(range(every, 61, every))

@@ -1,0 +1,190 @@
+"""What only a GPU can show; skipped without one. The last run is in records/."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from problems import PATHS, VARIANTS, advance, assert_same_bits, everything, make_gradients, make_parameters
+from reference import Reference
+
+from paceline import PACE, averaged_state_dict, averaged_weights
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPES = [(64, 33), (129,), (), (5, 3, 7)]
+
+
+def on_gpu(seed=0, dtype=torch.float32):
+    return [p.detach().cuda().requires_grad_() for p in make_parameters(seed, dtype, SHAPES)]
+
+
+def gradients_on_gpu(steps, seed=1):
+    return [[g.cuda() for g in step] for step in make_gradients(steps, seed, SHAPES)]
+
+
+def run(parameters, gradients, **settings):
+    optimizer = PACE(parameters, **{"lr": 1e-2, **settings})
+    advance(optimizer, parameters, gradients)
+    return optimizer
+
+
+def on_cpu(flat):
+    return {k: v.cpu() for k, v in flat.items()}
+
+
+def test_foreach_is_the_default():
+    optimizer = PACE(on_gpu())
+    from paceline.optim.pace import _takes_foreach
+
+    assert _takes_foreach(optimizer.param_groups[0], optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_against_the_reference(name, dtype, tolerance, foreach, capturable):
+    parameters, gradients = on_gpu(dtype=dtype), gradients_on_gpu(25)
+    references = [Reference(p.detach().cpu().numpy(), **{"lr": 1e-2, **VARIANTS[name]}) for p in parameters]
+    optimizer = run(parameters, gradients, foreach=foreach, capturable=capturable, **VARIANTS[name])
+    for step in gradients:
+        for reference, gradient in zip(references, step, strict=True):
+            reference.step(gradient.to(dtype).cpu().double().numpy())
+    for p, reference in zip(parameters, references, strict=True):
+        state = optimizer.state[p]
+        assert state["step"].device.type == ("cuda" if capturable else "cpu")
+        for ours, theirs in ((p, reference.live), (state["average"], reference.average)):
+            error = np.abs(ours.detach().double().cpu().numpy() - theirs).max()
+            assert error <= tolerance * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_strength_0_is_adamw(dtype, foreach):
+    gradients = gradients_on_gpu(200)
+    ours, theirs = on_gpu(dtype=dtype), on_gpu(dtype=dtype)
+    run(ours, gradients, pullback_strength=0.0, foreach=foreach)
+    advance(torch.optim.AdamW(theirs, lr=1e-2, foreach=foreach), theirs, gradients)
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_foreach_is_the_loop_to_rounding(name):
+    gradients = gradients_on_gpu(25)
+    loop, lists = (run(on_gpu(), gradients, foreach=f, **VARIANTS[name]) for f in PATHS)
+    for a, b in zip(everything(loop).values(), everything(lists).values(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("name", ["strong", "relative", "lookahead", "every_3", "return_power"])
+def test_a_captured_graph_replays_the_eager_steps(name, foreach):
+    lr = torch.tensor(1e-2, device="cuda")
+    static = [g.clone() for g in gradients_on_gpu(1)[0]]
+    parameters = on_gpu()
+    optimizer = PACE(parameters, foreach=foreach, capturable=True, **{**VARIANTS[name], "lr": lr})
+    gradients = gradients_on_gpu(20)
+    for p, g in zip(parameters, static, strict=True):
+        p.grad = g.float()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in gradients[:3]:
+            for p, g in zip(parameters, step, strict=True):
+                p.grad.copy_(g)
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    before = copy.deepcopy(everything(optimizer))
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert_same_bits(on_cpu(before), on_cpu(everything(optimizer)))  # capturing runs nothing
+    for i, step in enumerate(gradients[3:]):
+        for p, g in zip(parameters, step, strict=True):
+            p.grad.copy_(g)
+        lr.fill_(1e-2 / (1 + i))
+        graph.replay()
+    torch.cuda.synchronize()
+
+    eager = on_gpu()
+    twin = PACE(
+        eager, foreach=foreach, capturable=True, **{**VARIANTS[name], "lr": torch.tensor(1e-2, device="cuda")}
+    )
+    for i, step in enumerate(gradients):
+        twin.param_groups[0]["lr"].fill_(1e-2 / max(1, i - 2))
+        advance(twin, eager, [step])
+    assert_same_bits(on_cpu(everything(twin)), on_cpu(everything(optimizer)))
+    assert optimizer.state[parameters[0]]["step"].item() == 20
+
+
+def test_capture_without_capturable_is_refused():
+    parameters = on_gpu()
+    optimizer = run(parameters, gradients_on_gpu(2))
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="needs capturable=True"), torch.cuda.graph(graph):
+        optimizer.step()
+
+
+def test_grad_scaler_skips_whole_steps():
+    parameters = on_gpu()
+    optimizer = run(parameters, gradients_on_gpu(2), pullback_strength=30.0)
+    before = everything(optimizer)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    scaler.scale(sum((p * float("inf")).sum() for p in parameters)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_bits(on_cpu(before), on_cpu(everything(optimizer)))
+
+
+def test_moved_between_construction_and_first_step_and_later():
+    model = torch.nn.Linear(4, 3)
+    optimizer = PACE(model.parameters(), lr=1e-2, return_power=0.9)
+    model.cuda()
+    for device in ("cuda", "cuda", "cpu", "cuda"):
+        model.to(device)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, device=device)).sum().backward()
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        assert {state[k].device.type for k in state.keys() - {"step"}} == {device}
+        with averaged_weights(optimizer):
+            assert torch.equal(model.weight, state["returned"])
+    assert optimizer.state[model.weight]["step"].item() == 4
+    moved = torch.nn.Linear(4, 3)
+    moved.load_state_dict(averaged_state_dict(model, optimizer))
+    other = PACE(moved.parameters())
+    other.load_state_dict(optimizer.state_dict())  # saved on the GPU, loaded on the CPU
+    assert other.state[moved.weight]["average"].device.type == "cpu"
+
+
+def test_temporary_memory_of_a_foreach_step():
+    shapes = [(1024, 1024)] * 8
+    parameters = [torch.randn(s, device="cuda").requires_grad_() for s in shapes]
+    optimizer = PACE(parameters, foreach=True)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 2 * 8 * 4 * 2**20 + 2**16, f"{peak / (8 * 4 * 2**20):.3f} model sizes"
+
+
+def test_golden_trajectories():
+    data = np.load(Path(__file__).parents[1] / "golden" / "golden_pace.npz", allow_pickle=False)
+    options = json.loads(str(data["meta"]))["partly_clipped"]
+    parameter = torch.tensor(data["partly_clipped/p0/0"]).cuda().requires_grad_()
+    optimizer = PACE(
+        [parameter], lr=options["lr"], pullback_strength=options["c"], ema_power=options["kappa"]
+    )
+    for i, gradient in enumerate(data["partly_clipped/g/0"]):
+        parameter.grad = torch.tensor(gradient).cuda()
+        optimizer.step()
+        golden = data["partly_clipped/p/0"][i]
+        assert np.abs(parameter.detach().cpu().numpy() - golden).max() <= 1e-12 * np.abs(golden).max()

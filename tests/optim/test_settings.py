@@ -1,0 +1,268 @@
+"""What is refused, in whose words; what schedules, groups and closures do."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from problems import (
+    PATHS,
+    VARIANTS,
+    advance,
+    assert_same_bits,
+    everything,
+    make_gradients,
+    make_parameters,
+    run,
+    set_gradients,
+)
+from reference import Reference
+from torch.optim import lr_scheduler
+
+from paceline import PACE
+
+REFUSED = [
+    ({"lr": -1e-3}, "learning rate", "-0.001", "0 <= lr"),
+    ({"lr": math.nan}, "learning rate", "nan", "0 <= lr"),
+    ({"lr": "fast"}, "learning rate", "'fast'", "a number"),
+    ({"lr": torch.tensor([1e-3, 1e-3])}, "Tensor lr must be 1-element", "(2,)", ""),
+    ({"lr": torch.tensor(-1.0)}, "learning rate", "-1", "0 <= lr"),
+    ({"lr": torch.tensor(1e-3), "foreach": True}, "lr as a Tensor", "foreach=True", "use a float"),
+    ({"betas": (1.0, 0.999)}, "beta parameter at index 0", "1.0", "0 <= beta < 1"),
+    ({"betas": (0.9, -0.1)}, "beta parameter at index 1", "-0.1", "0 <= beta < 1"),
+    ({"betas": (0.9,)}, "betas", "(0.9,)", "a pair"),
+    ({"betas": (0.9, torch.tensor(0.99))}, "either both floats or both Tensors", "0.9", "floats"),
+    ({"eps": -1.0}, "eps", "-1.0", ">= 0"),
+    ({"weight_decay": -1}, "weight_decay", "-1", ">= 0"),
+    ({"pullback_strength": -1e-3}, "pullback_strength", "-0.001", '>= 0 for gain="paper"'),
+    ({"pullback_strength": math.nan}, "pullback_strength", "nan", ">= 0"),
+    ({"pullback_strength": -1.0, "gain": "uniform"}, "pullback_strength", "-1.0", "> -1"),
+    ({"pullback_strength": -2.0, "gain": "relative"}, "pullback_strength", "-2.0", "> -1"),
+    ({"gain": "papre"}, "gain", "'papre'", "'paper', 'uniform', 'relative'"),
+    ({"gap": "post"}, "gap", "'post'", "'pre', 'lookahead'"),
+    ({"ema_power": -0.1}, "ema_power", "-0.1", "0 <= ema_power <= 1"),
+    ({"ema_power": 1.1}, "ema_power", "1.1", "0 <= ema_power <= 1"),
+    ({"return_power": 2.0}, "return_power", "2.0", "None, or 0 <= return_power <= 1"),
+    ({"update_every": 0}, "update_every", "0", "an integer >= 1"),
+    ({"update_every": 2.0}, "update_every", "2.0", "an integer >= 1"),
+    ({"ema_offset": -1.0}, "ema_offset", "-1.0", ">= 0"),
+    ({"ema_scale": -1.0}, "ema_scale", "-1.0", ">= 0"),
+    ({"ema_offset": 0.0, "ema_scale": 0.5}, "ema_offset + ema_scale", "0.5", ">= 1"),
+    ({"max_gain": 0.0}, "max_gain", "0.0", "> 0"),
+    ({"max_gain": math.nan}, "max_gain", "nan", "> 0"),
+    ({"maximize": 1}, "maximize", "1", "True or False"),
+    ({"foreach": True, "differentiable": True}, "foreach=True", "differentiable=True", "use foreach=False"),
+    (
+        {"skip_nonfinite": True, "capturable": True},
+        "skip_nonfinite=True",
+        "capturable=True",
+        "one of the two",
+    ),
+]
+
+
+@pytest.mark.parametrize("settings, name, value, allowed", REFUSED)
+def test_out_of_range_settings_are_refused_with_name_value_and_range(settings, name, value, allowed):
+    parameter = torch.ones(2).requires_grad_()
+    with pytest.raises(ValueError) as refusal:
+        PACE([parameter], **settings)
+    for part in (name, value, allowed):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("settings, name, value, allowed", REFUSED)
+def test_a_groups_own_settings_are_checked_too(settings, name, value, allowed):
+    optimizer = PACE([torch.ones(2).requires_grad_()])
+    with pytest.raises(ValueError) as refusal:
+        optimizer.add_param_group({"params": [torch.ones(2).requires_grad_()], **settings})
+    assert name in str(refusal.value)
+    assert len(optimizer.param_groups) == 1 and len(optimizer.state) == 1
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    """A sweep hands over NumPy scalars."""
+    ints, floats = np.int64(2), np.float32(0.5)
+    optimizer = run(
+        make_parameters(), make_gradients(2), update_every=ints, ema_power=floats, weight_decay=floats
+    )
+    assert optimizer.param_groups[0]["update_every"] == 2
+
+
+def test_what_torch_says_of_parameters_we_say_too():
+    """A parameter listed twice, an empty list, a single tensor, a parameter in two groups."""
+    parameter = torch.ones(2).requires_grad_()
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        PACE([parameter, parameter])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        PACE([])
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        PACE(parameter)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        PACE([{"params": [parameter]}, {"params": [parameter]}])
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+def test_a_parameter_listed_twice_moves_as_in_adamw(foreach):
+    ours, theirs = torch.ones(3).requires_grad_(), torch.ones(3).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pace = PACE([ours, ours], lr=1e-2, pullback_strength=0.0, foreach=foreach)
+        adamw = torch.optim.AdamW([theirs, theirs], lr=1e-2, foreach=foreach)
+    for _ in range(5):
+        ours.grad, theirs.grad = torch.ones(3), torch.ones(3)
+        pace.step()
+        adamw.step()
+    assert torch.equal(ours, theirs)
+    live = ours.detach().clone()
+    pace.eval()
+    assert not torch.equal(ours, live)
+    pace.train()
+    assert torch.equal(ours, live)
+
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 5, 0.5),
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [4, 9]),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "linear": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=10),
+    "constant": lambda o: lr_scheduler.ConstantLR(o, 0.3, total_iters=5),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)),
+    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, 3e-2, total_steps=21),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 20),
+}
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_pull_uses_the_learning_rate_in_force(name, foreach):
+    """N12: nine schedulers, 20 steps, against the reference at the same rates."""
+    parameters, gradients = make_parameters(), make_gradients(20)
+    references = [Reference(p.detach().numpy(), pullback_strength=30.0) for p in parameters]
+    optimizer = PACE(parameters, lr=1e-2, pullback_strength=30.0, foreach=foreach)
+    scheduler = SCHEDULERS[name](optimizer)
+    for step_gradients in gradients:
+        for reference, gradient in zip(references, step_gradients, strict=True):
+            reference.lr = optimizer.param_groups[0]["lr"]
+            # OneCycleLR also turns beta1.
+            reference.betas = optimizer.param_groups[0]["betas"]
+            reference.step(gradient.numpy())
+        advance(optimizer, parameters, [step_gradients])
+        scheduler.step()
+    for parameter, reference in zip(parameters, references, strict=True):
+        assert torch.allclose(parameter, torch.tensor(reference.live), rtol=1e-12, atol=1e-12)
+        average = optimizer.state[parameter]["average"]
+        assert torch.allclose(average, torch.tensor(reference.average), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_tensor_learning_rate_pulls_like_a_float(shape):
+    """N12: 0-, 1- and 2-dim."""
+    gradients = make_gradients(15)
+    parameters = make_parameters()
+    lr = torch.tensor(1e-2, dtype=torch.float64).reshape(shape)
+    tensor = run(parameters, gradients, lr=lr, pullback_strength=30.0)
+    plain = run(make_parameters(), gradients, lr=1e-2, pullback_strength=30.0)
+    for ours, theirs in zip(everything(tensor).values(), everything(plain).values(), strict=True):
+        assert ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-12)
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+def test_groups_are_as_many_optimizers(foreach):
+    """N16: own strength, power, every, gain, gap, decay, betas, direction per group."""
+    names = ["strong", "relative", "lookahead", "every_3"]
+    extra = [
+        {"maximize": True},
+        {"weight_decay": 0.3},
+        {"return_power": 0.9},
+        {"lr": 3e-3, "betas": (0.5, 0.9)},
+    ]
+    settings = [{**VARIANTS[n], **e} for n, e in zip(names, extra, strict=True)]
+    gradients = make_gradients(25)
+    together = make_parameters(dtype=torch.float32)
+    groups = [{"params": [p], **s} for p, s in zip(together, settings, strict=True)]
+    optimizer = PACE(groups, lr=1e-2, foreach=foreach)
+    advance(optimizer, together, gradients)
+    flat = everything(optimizer)
+    for i, parameter in enumerate(make_parameters(dtype=torch.float32)):
+        alone = run([parameter], [[step[i]] for step in gradients], foreach=foreach, **settings[i])
+        expected = {k.replace("0/", f"{i}/", 1): v for k, v in everything(alone).items()}
+        assert_same_bits(expected, {k: v for k, v in flat.items() if k.startswith(f"{i}/")})
+
+
+def test_closure_is_evaluated_once_at_live_with_gradients():
+    parameters = make_parameters()
+    optimizer = run(parameters, make_gradients(3), pullback_strength=30.0)
+    live = [p.detach().clone() for p in parameters]
+    optimizer.eval()  # forgotten
+    seen = []
+
+    def closure():
+        seen.append([p.detach().clone() for p in parameters])
+        optimizer.zero_grad()
+        loss = sum((p**2).sum() for p in parameters)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert len(seen) == 1 and all(torch.equal(a, b) for a, b in zip(seen[0], live, strict=True))
+    assert loss.item() == pytest.approx(sum((p**2).sum().item() for p in live))
+
+
+def test_step_hooks_fire_once_even_after_an_adamw():
+    torch.optim.AdamW([torch.ones(1).requires_grad_()])
+    parameter = torch.ones(1).requires_grad_()
+    optimizer, fired = PACE([parameter]), []
+    optimizer.register_step_pre_hook(lambda *_: fired.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: fired.append("post"))
+    set_gradients([parameter], [torch.ones(1)])
+    optimizer.step()
+    assert fired == ["pre", "post"]
+
+
+def test_what_peers_call_is_there():
+    """LR schedulers take it for an Optimizer; its repr names the settings; trainers patch step."""
+    optimizer = PACE([torch.ones(1).requires_grad_()], lr=2e-3)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert "pullback_strength: 0.003" in repr(optimizer) and "parameters_hold: live" in repr(optimizer)
+    original = optimizer.step
+    optimizer.step = lambda *a, **k: original(*a, **k)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["strong", "relative", "lookahead", "return_power"])
+def test_differentiable_steps_have_the_gradient_of_finite_differences(name):
+    """Through two steps, in the start, the gradient and the learning rate."""
+
+    def final(start, slope, lr):
+        parameter = start.clone()
+        optimizer = PACE([parameter], lr=lr, differentiable=True, **VARIANTS[name])
+        for t in range(2):
+            parameter.grad = slope * (t + 1.0)
+            optimizer.step()
+        return parameter, optimizer.state[parameter]["average"]
+
+    start = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64).requires_grad_()
+    slope = torch.tensor([0.3, 1.0, -0.7], dtype=torch.float64).requires_grad_()
+    lr = torch.tensor(1e-2, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(final, (start, slope, lr), eps=1e-6, atol=1e-6)
+
+
+def test_capturable_needs_a_device_that_captures():
+    optimizer = PACE([torch.ones(1).requires_grad_()], capturable=True)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    with pytest.raises(RuntimeError, match=r"capturable=True needs parameters on one of .*cuda.*cpu"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_device_scalars_give_the_same_trajectory(name, foreach, monkeypatch):
+    """The arithmetic of capturable=True, run on the CPU: scalars that never leave their tensors."""
+    monkeypatch.setattr("paceline.optim.pace._get_capturable_supported_devices", lambda: ["cpu"])
+    gradients = make_gradients(12)
+    host = run(make_parameters(), gradients, foreach=foreach, **VARIANTS[name])
+    device = run(make_parameters(), gradients, foreach=foreach, capturable=True, **VARIANTS[name])
+    for ours, theirs in zip(everything(device).values(), everything(host).values(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)

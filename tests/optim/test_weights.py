@@ -1,0 +1,501 @@
+"""The average in and out of the parameters, and out of the program."""
+
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from problems import PATHS, assert_same_bits, everything, make_gradients, make_parameters, peak_bytes, run
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+from paceline import PACE, averaged_state_dict, averaged_weights, reset_average, save_averaged
+
+
+class Tied(nn.Module):
+    """Embedding and output share a weight; one layer is frozen; there are BatchNorm buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.out(torch.tanh(self.frozen(self.norm(self.embed(tokens)))))
+
+
+def train(model, optimizer, steps=10, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(7, (16,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).float(), (tokens + 1) % 7).backward()
+        optimizer.step()
+
+
+def trained(dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    optimizer = PACE(model.parameters(), lr=3e-2, pullback_strength=0.1, **settings)
+    train(model, optimizer)
+    return model, optimizer
+
+
+# --- Showing --------------------------------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("return_power", [None, 0.9])
+def test_block_shows_the_returned_average_and_restores_live(dtype, return_power):
+    """S7."""
+    model, optimizer = trained(dtype, return_power=return_power)
+    before = everything(optimizer)
+    key = "average" if return_power is None else "returned"
+    with averaged_weights(optimizer):
+        for p in model.parameters():
+            if p.requires_grad:
+                assert torch.equal(p, before_of(before, optimizer, p, key).to(dtype))
+                assert not torch.equal(p, before_of(before, optimizer, p, "weights"))
+    assert_same_bits(before, everything(optimizer))
+
+
+def before_of(flat, optimizer, parameter, key):
+    i = [id(p) for p in optimizer.param_groups[0]["params"]].index(id(parameter))
+    return flat[f"{i}/{key}"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_thousand_swaps_are_the_identity(dtype):
+    _model, optimizer = trained(dtype)
+    before = everything(optimizer)
+    for _ in range(500):
+        with averaged_weights(optimizer):
+            pass
+        optimizer.eval()
+        optimizer.train()
+    assert_same_bits(before, everything(optimizer))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_exception_in_the_block_restores_live(error, dtype):
+    _model, optimizer = trained(dtype)
+    before = everything(optimizer)
+    with pytest.raises(error), averaged_weights(optimizer):
+        raise error
+    assert_same_bits(before, everything(optimizer))
+    with averaged_weights(optimizer):
+        pass
+
+
+def restores_live(swap):
+    _model, optimizer = trained()
+    before = everything(optimizer)
+    try:
+        with swap(optimizer):
+            raise ValueError
+    except ValueError:
+        pass
+    try:
+        assert_same_bits(before, everything(optimizer))
+    except AssertionError:
+        return False
+    return True
+
+
+def test_a_swap_without_restore_would_fail_that():
+    """S7, broken twin."""
+
+    @contextmanager
+    def careless(optimizer):
+        optimizer.eval()
+        yield
+        optimizer.train()
+
+    assert restores_live(averaged_weights)
+    assert not restores_live(careless)
+
+
+def test_step_nesting_and_train_inside_a_block_are_refused():
+    _model, optimizer = trained()
+    before = everything(optimizer)
+    with averaged_weights(optimizer):
+        with pytest.raises(RuntimeError, match="inside averaged_weights"):
+            optimizer.step(lambda: pytest.fail("the closure must not run"))
+        with pytest.raises(RuntimeError, match="blocks do not nest"), averaged_weights(optimizer):
+            pass
+        with pytest.raises(RuntimeError, match="leave the block"):
+            optimizer.train()
+        with pytest.raises(RuntimeError, match="leave the block"):
+            reset_average(optimizer)
+        optimizer.eval()  # what Trainers call before evaluation: it is so already
+        assert optimizer.shows_average()
+    assert_same_bits(before, everything(optimizer))
+
+
+def test_eval_and_train_are_idempotent_and_free_when_nothing_changes():
+    model, optimizer = trained()
+    before = everything(optimizer)
+    versions = [p._version for p in model.parameters()]
+    for _ in range(3):
+        optimizer.train()
+    assert [p._version for p in model.parameters()] == versions
+    optimizer.eval()
+    shown = everything(optimizer)
+    optimizer.eval()
+    with averaged_weights(optimizer):
+        assert_same_bits(shown, everything(optimizer))
+    assert optimizer.shows_average()
+    assert_same_bits(shown, everything(optimizer))
+    optimizer.train()
+    assert_same_bits(before, everything(optimizer))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_after_a_forgotten_eval_is_correct(dtype):
+    gradients = make_gradients(10)
+    careful = run(make_parameters(dtype=dtype), gradients, pullback_strength=30.0)
+    parameters = make_parameters(dtype=dtype)
+    careless = PACE(parameters, lr=1e-2, pullback_strength=30.0)
+    for step in gradients:
+        careless.eval()
+        for p, g in zip(parameters, step, strict=True):
+            p.grad = g.to(dtype)
+        careless.step()
+    assert_same_bits(everything(careful), everything(careless))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_state_dict_inside_is_the_one_outside_plus_live(dtype):
+    model, optimizer = trained(dtype, return_power=0.9)
+    outside = optimizer.state_dict()
+    live = {i: p.detach().clone() for i, p in enumerate(model.parameters())}
+    with averaged_weights(optimizer):
+        inside = optimizer.state_dict()
+        shown = {k: v.clone() for k, v in model.state_dict().items()}
+    assert inside["param_groups"][0].pop("parameters_hold") == "average"
+    assert outside["param_groups"][0].pop("parameters_hold") == "live"
+    assert inside["param_groups"] == outside["param_groups"]
+    for i, entry in outside["state"].items():
+        # After the block, so that nothing taken inside may change when live comes back.
+        assert torch.equal(inside["state"][i].pop("live"), live[i])
+        assert inside["state"][i].keys() == entry.keys()
+        assert all(torch.equal(inside["state"][i][k], v) for k, v in entry.items())
+    assert torch.equal(shown["embed.weight"], optimizer.state[model.embed.weight]["returned"].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_inside_a_block_training_goes_on_from_live(dtype):
+    model, optimizer = trained(dtype)
+    with averaged_weights(optimizer):
+        weights = {k: v.clone() for k, v in model.state_dict().items()}
+        state = optimizer.state_dict()
+    resumed = Tied().to(dtype)
+    resumed.load_state_dict(weights)  # the average
+    again = PACE(resumed.parameters())
+    again.load_state_dict(state)
+    assert_same_bits(everything(optimizer), everything(again))
+    train(model, optimizer, 50, seed=1)
+    train(resumed, again, 50, seed=1)
+    assert_same_bits(everything(optimizer), everything(again))
+
+
+KILLED_INSIDE = """
+    import os, signal, sys
+    sys.path.insert(0, {tests!r})
+    import torch
+    from optim.test_weights import trained
+    from paceline import averaged_weights
+    model, optimizer = trained()
+    with averaged_weights(optimizer):
+        torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, {file!r})
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_inside_a_block_resumes_from_live(tmp_path):
+    """S7: a real process and a real SIGKILL, after it saved while the average was shown."""
+    file = str(tmp_path / "checkpoint.pt")
+    tests = str(Path(__file__).parents[1])
+    code = textwrap.dedent(KILLED_INSIDE.format(tests=tests, file=file))
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert killed.returncode == -9, killed.stderr.decode()
+    saved = torch.load(file, weights_only=True)
+    resumed = Tied()
+    resumed.load_state_dict(saved["model"])
+    again = PACE(resumed.parameters())
+    again.load_state_dict(saved["optimizer"])
+    model, optimizer = trained()
+    train(model, optimizer, 10, seed=1)
+    train(resumed, again, 10, seed=1)
+    assert_same_bits(everything(optimizer), everything(again))
+
+
+def test_a_failing_swap_leaves_live_and_average_as_they_were(monkeypatch):
+    """Out of memory or Ctrl-C in the middle of eval()."""
+    from paceline.optim import weights
+
+    _model, optimizer = trained()
+    before = everything(optimizer)
+    genuine, calls = weights.show_average_, []
+
+    def failing(parameter, state, key):
+        calls.append(key)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        genuine(parameter, state, key)
+
+    monkeypatch.setattr(weights, "show_average_", failing)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.eval()
+    assert not optimizer.shows_average()
+    assert_same_bits(before, everything(optimizer))
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_an_interrupted_exchange_changes_neither(fails_at):
+    from paceline.optim.weights import _exchange_
+
+    class Interrupting(torch.Tensor):
+        copies = 0
+
+        def copy_(self, source):
+            result = super().copy_(source)
+            Interrupting.copies += 1
+            if Interrupting.copies == fails_at:
+                raise KeyboardInterrupt
+            return result
+
+    a, b = torch.ones(3).as_subclass(Interrupting), torch.zeros(3).as_subclass(Interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        _exchange_(a, b)
+    assert a.tolist() == [1.0] * 3 and b.tolist() == [0.0] * 3
+
+
+def test_exchange_needs_the_memory_of_the_largest_tensor():
+    shapes = [(256, 256)] * 8
+    parameters = make_parameters(dtype=torch.float32, shapes=shapes)
+    optimizer = run(parameters, make_gradients(1, shapes=shapes))
+
+    def show_and_hide():
+        with averaged_weights(optimizer):
+            pass
+
+    peak = peak_bytes(show_and_hide)
+    assert 0 < peak <= 256 * 256 * 4 + 4096
+
+
+def test_parameters_that_share_a_storage_are_restored():
+    base = torch.randn(6)
+    first, second = nn.Parameter(base[:]), nn.Parameter(base[:])
+    optimizer = PACE([first, second], lr=1e-2)
+    for _ in range(3):
+        first.grad, second.grad = torch.ones(6), torch.full((6,), -3.0)
+        optimizer.step()
+    before = everything(optimizer)
+    with averaged_weights(optimizer):
+        pass
+    assert_same_bits(before, everything(optimizer))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("leave_inside", [True, False])
+def test_evaluation_in_inference_mode(dtype, leave_inside):
+    """Trainers evaluate under torch.inference_mode; training goes on afterwards."""
+    careful, careless = trained(dtype), trained(dtype)
+    with torch.inference_mode():
+        careless[1].eval()
+        careless[0](torch.arange(7))
+        if leave_inside:
+            careless[1].train()
+    careless[1].train()
+    assert_same_bits(everything(careful[1]), everything(careless[1]))
+    for model, optimizer in (careful, careless):
+        model.norm.reset_running_stats()
+        train(model, optimizer, 5, seed=1)
+    assert_same_bits(everything(careful[1]), everything(careless[1]))
+
+
+def test_other_optimizers_are_refused_in_plain_words():
+    adamw = torch.optim.AdamW([torch.ones(1).requires_grad_()])
+    with (
+        pytest.raises(TypeError, match=r"AdamW keeps no average.*pullback_strength=0"),
+        averaged_weights(adamw),
+    ):
+        pass
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+def test_tied_frozen_and_buffered_model_equals_its_export():
+    """S8: tied tensors swapped once; outputs equal those of a model loaded from the export, bit for bit."""
+    model, optimizer = trained()
+    exported = Tied()
+    exported.load_state_dict(averaged_state_dict(model, optimizer))
+    tokens = torch.arange(7)
+    model.eval()
+    exported.eval()
+    with averaged_weights(optimizer), torch.no_grad():
+        assert model.out.weight is model.embed.weight
+        assert torch.equal(model(tokens), exported(tokens))
+        assert torch.equal(model.embed.weight, averaged_state_dict(model, optimizer)["embed.weight"])
+    with torch.no_grad():
+        assert not torch.equal(model(tokens), exported(tokens))
+    assert torch.equal(exported.frozen.weight, model.frozen.weight)
+
+
+def test_batch_norm_statistics_of_the_average():
+    """The recipe: update_bn inside the block; with it the average is better than with live's statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 1))
+    optimizer = PACE(model.parameters(), lr=5e-2, pullback_strength=0.0, ema_power=0.8)
+    data = torch.randn(400, 5) * 3 + 1
+    target = data.sin().sum(1, keepdim=True)
+    batches = list(zip(data.split(50), target.split(50), strict=True))
+    for _ in range(10):
+        for x, y in batches:
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+
+    def loss():
+        model.eval()
+        with torch.no_grad():
+            return (model(data) - target).square().mean().item()
+
+    with averaged_weights(optimizer):
+        stale = loss()
+        update_bn((x for x, _ in batches), model)
+        fresh = loss()
+    assert fresh < stale
+
+
+# --- Export ---------------------------------------------------------------------------------------
+
+
+def test_export_is_a_copy_in_the_precision_asked_for():
+    model, optimizer = trained(torch.bfloat16)
+    unrounded = averaged_state_dict(model, optimizer)
+    average = optimizer.state[model.embed.weight]["average"]
+    assert unrounded["embed.weight"].dtype == torch.float32
+    assert torch.equal(unrounded["embed.weight"], average)
+    assert unrounded["embed.weight"].data_ptr() != average.data_ptr()
+    assert unrounded["embed.weight"] is unrounded["out.weight"]
+    assert unrounded["frozen.weight"].dtype == torch.bfloat16  # never averaged: as it is
+    half = averaged_state_dict(model, optimizer, dtype=torch.float16)
+    assert half["embed.weight"].dtype == half["norm.running_mean"].dtype == torch.float16
+    assert half["norm.num_batches_tracked"].dtype == torch.int64
+    kept = {k: v.clone() for k, v in unrounded.items()}
+    train(model, optimizer, 3)
+    assert all(torch.equal(unrounded[k], v) for k, v in kept.items())
+    with averaged_weights(optimizer):
+        inside = averaged_state_dict(model, optimizer)
+    assert torch.equal(inside["embed.weight"], averaged_state_dict(model, optimizer)["embed.weight"])
+
+
+def test_export_of_a_model_the_optimizer_does_not_train_is_refused():
+    model, optimizer = trained()
+    with pytest.raises(ValueError, match="trains none of this model's parameters"):
+        averaged_state_dict(Tied(), optimizer)
+    assert averaged_state_dict(model.embed, optimizer).keys() == {"weight"}
+
+
+def test_export_of_a_compiled_model_has_clean_names():
+    model, optimizer = trained()
+    expected = averaged_state_dict(model, optimizer)
+    inner_compiled = Tied()
+    inner_compiled.frozen = torch.compile(inner_compiled.frozen, backend="eager")
+    assert averaged_state_dict(torch.compile(model, backend="eager"), optimizer).keys() == expected.keys()
+    names = averaged_state_dict(inner_compiled, PACE(inner_compiled.parameters())).keys()
+    assert names == expected.keys()
+
+
+@pytest.mark.parametrize("target", ["weights.safetensors", "folder"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_file_loads_plainly_and_says_what_it_holds(target, dtype, tmp_path):
+    model, optimizer = trained(dtype)
+    live = everything(optimizer)
+    file = save_averaged(model, optimizer, tmp_path / "new" / target)
+    assert file.name == (target if target.endswith("safetensors") else "model.safetensors")
+    assert [f.name for f in file.parent.iterdir()] == [file.name]
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["weights"] == "average"
+    loaded = Tied()
+    loaded.load_state_dict(load_file(file))
+    assert torch.equal(loaded.out.weight, optimizer.state[model.embed.weight]["average"])
+    assert_same_bits(live, everything(optimizer))
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    file = save_averaged(model, optimizer, tmp_path)
+    before = file.read_bytes()
+    train(model, optimizer, 2)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        save_averaged(model, optimizer, tmp_path)
+    assert file.read_bytes() == before
+    assert [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: torch.compile(m, backend="eager")])
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_hugging_face_model_loads_back_as_the_average(wrap, tie, tmp_path):
+    """A real Llama (tiny, random) through save_pretrained and from_pretrained."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tie,
+    )
+    model = LlamaForCausalLM(config)
+    wrapped = wrap(model)
+    optimizer = PACE(model.parameters(), lr=1e-2)
+    tokens = torch.randint(50, (2, 12))
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    folder = save_averaged(wrapped, optimizer, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    model.eval()
+    loaded.eval()
+    with averaged_weights(optimizer), torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, loaded(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+def test_average_of_a_strength_0_run_is_better_than_live_on_a_noisy_quadratic(foreach):
+    """What it is all for: at a constant learning rate, the average is closer to the optimum."""
+    parameter = torch.zeros(200, dtype=torch.float64).requires_grad_()
+    optimizer = PACE([parameter], lr=5e-2, weight_decay=0.0, pullback_strength=0.0, foreach=foreach)
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        parameter.grad = parameter.detach() - 1.0 + torch.randn(200, generator=noise, dtype=torch.float64)
+        optimizer.step()
+    live = (parameter.detach() - 1.0).square().mean()
+    average = (optimizer.state[parameter]["average"] - 1.0).square().mean()
+    assert average < 0.5 * live

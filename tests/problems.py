@@ -1,0 +1,108 @@
+"""Parameters, gradients and settings that many tests share."""
+
+import torch
+
+from paceline import PACE
+
+PATHS = [False, True]  # foreach: the loop, which is the reference, and the list path
+SHAPES = [(4, 3), (5,), (), (2, 3, 2)]
+
+# One row per way the update can branch; every option appears away from its default.
+VARIANTS = {
+    "default": {},
+    "strong": {"pullback_strength": 30.0},
+    "saturated": {"pullback_strength": float("inf")},
+    "strength_0": {"pullback_strength": 0.0},
+    "uniform": {"gain": "uniform", "pullback_strength": 2.0},
+    "push": {"gain": "uniform", "pullback_strength": -0.5},
+    "relative": {"gain": "relative", "pullback_strength": 1.5},
+    "relative_push": {"gain": "relative", "pullback_strength": -0.3},
+    "lookahead": {"gap": "lookahead", "pullback_strength": 30.0},
+    "lookahead_saturated": {"gap": "lookahead", "pullback_strength": float("inf")},
+    "every_3": {"update_every": 3, "pullback_strength": 30.0},
+    "return_power": {"return_power": 0.8, "pullback_strength": 30.0},
+    "return_power_lookahead_every_2": {
+        "return_power": 0.9,
+        "gap": "lookahead",
+        "update_every": 2,
+        "pullback_strength": 30.0,
+    },
+    "power_0": {"ema_power": 0.0, "pullback_strength": 30.0},
+    "power_1": {"ema_power": 1.0, "pullback_strength": 30.0},
+    "offset_scale": {"ema_offset": 10.0, "ema_scale": 2.0, "pullback_strength": 30.0},
+    "half_gain": {"max_gain": 0.5, "pullback_strength": 300.0},
+    "maximize": {"maximize": True, "pullback_strength": 30.0},
+    "no_decay": {"weight_decay": 0.0, "pullback_strength": 30.0},
+    "betas_eps": {"betas": (0.8, 0.95), "eps": 1e-3, "pullback_strength": 30.0},
+}
+
+
+def make_parameters(seed=0, dtype=torch.float64, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def make_gradients(steps, seed=1, shapes=SHAPES):
+    """A list per step of float64 gradients, with a drift so that averages trail live."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [0.5 + torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        for _ in range(steps)
+    ]
+
+
+def set_gradients(parameters, gradients):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+
+def run(parameters, gradients, **settings):
+    """A PACE over the parameters after one step per entry of gradients."""
+    optimizer = PACE(parameters, **{"lr": 1e-2, **settings})
+    advance(optimizer, parameters, gradients)
+    return optimizer
+
+
+def advance(optimizer, parameters, gradients):
+    for step_gradients in gradients:
+        set_gradients(parameters, step_gradients)
+        optimizer.step()
+
+
+def everything(optimizer):
+    """Weights and state as a flat dict of copies, for bitwise comparison."""
+    flat = {}
+    for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        flat[f"{i}/weights"] = parameter.detach().clone()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            flat[f"{i}/{key}"] = value.detach().clone()
+    return flat
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].dtype == b[key].dtype, key
+        # Bytes, so that NaNs compare and -0.0 differs from 0.0.
+        assert _bytes(a[key]) == _bytes(b[key]), f"{key} differs"
+
+
+def _bytes(tensor):
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return flat.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def peak_bytes(action):
+    """The most bytes that tensors made during the action held at once, by the profiler's count."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        action()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak

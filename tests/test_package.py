@@ -1,0 +1,76 @@
+"""The package as a stranger meets it: imports, version, wheel."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command, **options):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["paceline", "paceline.control"])
+def test_importing_leaves_torch_alone(module):
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    assert run(sys.executable, "-c", code).strip() == "False"
+
+
+def test_every_public_name_resolves_and_is_listed():
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None
+        assert name in dir(paceline)
+    with pytest.raises(AttributeError, match="no attribute 'Pace'"):
+        _ = paceline.Pace
+
+
+def test_only_public_names_are_importable_from_the_top():
+    code = "from paceline import *; print(sorted(n for n in dir() if not n.startswith('_')))"
+    names = sorted(n for n in paceline.__all__ if not n.startswith("_"))
+    assert run(sys.executable, "-c", code).strip() == str(names)
+
+
+USE = """
+import torch, paceline
+from importlib.metadata import requires, version
+assert version("paceline") == paceline.__version__
+assert [r for r in requires("paceline") if "extra" not in r] == ["torch>=2.10"]
+model = torch.nn.Linear(2, 1)
+optimizer = paceline.PACE(model.parameters())
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+with paceline.averaged_weights(optimizer):
+    pass
+try:
+    paceline.save_averaged(model, optimizer, "out")
+except ImportError as error:
+    assert "pip install 'paceline[save]'" in str(error), error
+else:
+    raise AssertionError("safetensors is not to be here")
+print(paceline.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_wheel_in_a_clean_environment(tmp_path):
+    """Built, installed with its one dependency into an empty environment, and used there."""
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("paceline-*.whl")
+    listing = run(sys.executable, "-m", "zipfile", "--list", wheel)
+    assert "paceline/py.typed" in listing and "LICENSE" in listing and "tests/" not in listing
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--constraint", ROOT / "constraints.txt", wheel)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    # numpy is no dependency, and torch warns of its absence.
+    where = run(python, "-W", "ignore", "-c", USE, cwd=tmp_path, env=environment)
+    assert str(tmp_path / "env") in where
