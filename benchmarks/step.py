@@ -101,7 +101,7 @@ def temporary_bytes(step: Step, device: str) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         step()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0

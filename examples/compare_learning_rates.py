@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         up, down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-        self.perceptron = nn.Sequential(up, nn.ReLU(), down)  # GELU would be a sixth slower on a CPU
+        self.perceptron = nn.Sequential(up, nn.ReLU(), down)  # GELU's derivative is slow on some CPUs
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
@@ -195,7 +195,7 @@ def conclusion(losses: Losses) -> str:
     behind = ", ".join(f"{m} {loss - best:.3f}" for m, loss in losses[max(losses)].items())
     return (
         f"Best of the table: {method} at {lr:g}, {best:.3f}.\n"
-        f"Behind it at the highest rate, {max(losses):g}: {behind} nats per byte."
+        f"Nats per byte behind it at the highest rate, {max(losses):g}: {behind}."
     )
 
 
@@ -211,7 +211,7 @@ def draw(losses: Losses, title: str, path: Path) -> str:
     for method in METHODS:
         axes.plot(rates, [losses[lr][method] for lr in rates], "o-", color=COLOURS[method], linewidth=2)
     low, high = axes.get_ylim()
-    label_y = low
+    label_y = float("-inf")
     for loss, method in sorted((loss, method) for method, loss in losses[rates[-1]].items()):
         label_y = max(loss, label_y + 0.06 * (high - low))  # labels of equal curves are moved apart
         axes.text(rates[-1] * 1.08, label_y, method, color=COLOURS[method], va="center")
@@ -251,7 +251,7 @@ def main() -> int:
     try:
         show(compare_(losses, settings))
     except KeyboardInterrupt:
-        print(f"\n\nInterrupted. Held-out loss of the finished runs:\n{table(losses)}")
+        print(f"\n\nInterrupted. Finished so far:\n{table(losses) if losses else 'nothing'}")
         return 130
     print(f"\nHeld-out loss, nats per byte, * best of its row\n\n{table(losses)}\n\n{conclusion(losses)}")
     versions = {"python": platform.python_version(), "torch": torch.__version__}

@@ -98,7 +98,7 @@ def _bytes(tensor):
 def peak_bytes(action):
     """The most bytes that tensors made during the action held at once, by the profiler's count."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         action()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0

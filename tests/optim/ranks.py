@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -191,6 +192,23 @@ def fsdp2_dcp(folder):
         assert pace.state[p]["step"].item() == 6
         expected = full(start) + 7**-0.5 * (full(p.detach()) - full(start))
         assert_close(pace.state[p]["average"], expected, "seeded from the weights at load")
+
+
+def unwritable(folder):
+    """Rank 0 cannot write: every rank hears of it at once."""
+    model = shard(make_model())
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(2), my_share())
+    blocked = folder / "file"
+    blocked.write_text("not a folder")
+    started = time.monotonic()
+    try:
+        save_averaged(model, optimizer, blocked / "out")
+    except (OSError, RuntimeError) as error:
+        assert "file" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    assert time.monotonic() - started < 30
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def on_cpu(flat):
 
 def test_foreach_is_the_default():
     optimizer = PACE(on_gpu())
-    from paceline.optim.pace import _takes_foreach
+    from paceline.optim.work import _takes_foreach
 
     assert _takes_foreach(optimizer.param_groups[0], optimizer.param_groups[0]["params"])
 

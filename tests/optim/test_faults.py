@@ -56,6 +56,18 @@ def test_extreme_gradients_stay_finite_where_adamw_does(size, gain, strength, ga
 
 
 @pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("lr, strength", [(2.0, math.inf), (10.0, 1e38), (torch.tensor(2.0), math.inf)])
+def test_an_infinite_strength_stays_finite_where_the_second_moment_overflows(lr, strength, foreach):
+    parameter = torch.ones(2).requires_grad_()
+    foreach = foreach and not isinstance(lr, torch.Tensor)
+    optimizer = PACE([parameter], lr=lr, pullback_strength=strength, foreach=foreach)
+    for _ in range(2):
+        parameter.grad = torch.full((2,), 1e25)
+        optimizer.step()
+    assert parameter.isfinite().all()
+
+
+@pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("gain, strength", GAINS)
 @pytest.mark.parametrize("gap", ["pre", "lookahead"])
@@ -120,6 +132,25 @@ def test_a_skipped_first_step_does_not_seed():
     parameter.grad = torch.zeros(3)
     optimizer.step()
     assert torch.equal(optimizer.state[parameter]["average"], torch.full((3,), 5.0))
+
+
+def test_what_is_refused_is_refused_before_any_update():
+    """A bad second group, or a gradient of another precision, leaves the first untouched."""
+    first, second = torch.ones(2).requires_grad_(), torch.ones(2).requires_grad_()
+    optimizer = PACE([{"params": [first]}, {"params": [second]}], foreach=True)
+    first.grad = second.grad = torch.ones(2)
+    optimizer.param_groups[1]["lr"] = torch.tensor(1e-3)
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="lr as a Tensor is not supported"):
+        optimizer.step()
+    assert_same_bits(before, everything(optimizer))
+    optimizer.param_groups[1]["lr"] = 1e-3
+    second.data = second.data.double()
+    second.grad = torch.ones(2, dtype=torch.float64)
+    second.data = second.data.float()
+    with pytest.raises(RuntimeError, match=r"gradient of parameter 0 of group 1 is torch.float64"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(2))
 
 
 def test_a_step_that_grad_scaler_skips_advances_nothing():

@@ -7,6 +7,7 @@ from problems import PATHS
 from paceline import PACE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 def test_a_bfloat16_model_of_5000_steps_has_an_accurate_average(foreach):
     """The average in the state is within 1e-3 (in fact 1e-5) of a float64 one of the same iterates."""

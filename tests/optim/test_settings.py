@@ -210,6 +210,16 @@ def test_closure_is_evaluated_once_at_live_with_gradients():
     assert loss.item() == pytest.approx(sum((p**2).sum().item() for p in live))
 
 
+def test_a_closure_that_ends_in_eval_still_steps_live():
+    parameters, twins = make_parameters(), make_parameters()
+    optimizer = run(parameters, make_gradients(3), pullback_strength=30.0)
+    twin = run(twins, make_gradients(3), pullback_strength=30.0)
+    set_gradients(parameters, make_gradients(1, seed=5)[0])
+    optimizer.step(optimizer.eval)
+    advance(twin, twins, make_gradients(1, seed=5))
+    assert_same_bits(everything(twin), everything(optimizer))
+
+
 def test_step_hooks_fire_once_even_after_an_adamw():
     torch.optim.AdamW([torch.ones(1).requires_grad_()])
     parameter = torch.ones(1).requires_grad_()
@@ -260,9 +270,33 @@ def test_capturable_needs_a_device_that_captures():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_device_scalars_give_the_same_trajectory(name, foreach, monkeypatch):
     """The arithmetic of capturable=True, run on the CPU: scalars that never leave their tensors."""
-    monkeypatch.setattr("paceline.optim.pace._get_capturable_supported_devices", lambda: ["cpu"])
+    monkeypatch.setattr("paceline.optim.work._get_capturable_supported_devices", lambda: ["cpu"])
     gradients = make_gradients(12)
     host = run(make_parameters(), gradients, foreach=foreach, **VARIANTS[name])
     device = run(make_parameters(), gradients, foreach=foreach, capturable=True, **VARIANTS[name])
     for ours, theirs in zip(everything(device).values(), everything(host).values(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("name", ["strong", "relative", "every_3", "return_power"])
+def test_a_compiled_step_is_the_same_and_settles(name, foreach):
+    """20 steps with new gradient tensors; no recompilation in the last ten."""
+    from torch._dynamo import reset
+    from torch._dynamo.testing import CompileCounter
+
+    reset()
+    parameters, twins = make_parameters(dtype=torch.float32), make_parameters(dtype=torch.float32)
+    optimizer = PACE(parameters, lr=1e-2, foreach=foreach, **VARIANTS[name])
+    twin = PACE(twins, lr=1e-2, foreach=foreach, **VARIANTS[name])
+    counter, counts = CompileCounter(), []
+    compiled = torch.compile(optimizer.step, backend=counter)
+    for step in make_gradients(20):
+        set_gradients(parameters, step)
+        compiled()
+        advance(twin, twins, [step])
+        counts.append(counter.frame_count)
+    assert counts[9] == counts[19] > 0, counts
+    for ours, theirs in zip(everything(optimizer).values(), everything(twin).values(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)

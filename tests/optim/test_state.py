@@ -1,11 +1,13 @@
 """Saving, loading, copying: at every step, in every format, nothing is lost or cast."""
 
 import copy
+import gc
 import io
 import json
 import multiprocessing
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -229,6 +231,68 @@ def test_a_pace_state_goes_on_in_adamw(foreach):
         assert torch.equal(p, q)
 
 
+def test_a_round_trip_before_the_first_step_does_not_fix_the_average():
+    """Accelerate loads an optimizer's own state back into it when it takes it over."""
+    for unseed in ("adamw", "reset"):
+        model = Net()
+        optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
+        if unseed == "adamw":
+            adamw = torch.optim.AdamW(model.parameters())
+            advance(adamw, list(model.parameters()), make_gradients(3))
+            with pytest.warns(UserWarning, match="no 'average'"):
+                optimizer.load_state_dict(adamw.state_dict())
+        else:
+            advance(optimizer, list(model.parameters()), make_gradients(3))
+            reset_average(optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())  # no second warning
+        model.load_state_dict(Net(seed=8).state_dict())
+        with averaged_weights(optimizer):
+            assert torch.equal(model.p0, Net(seed=8).p0)
+        advance(optimizer, list(model.parameters()), make_gradients(1, seed=2))
+        start, (p, *_) = Net(seed=8).p0.detach(), model.parameters()
+        state = optimizer.state[p]
+        assert "unseeded" not in state
+        expected = start + 5**-0.5 * (p.detach() - start)  # t = 4, the first update after
+        assert torch.allclose(state["average"], expected, rtol=1e-6)
+
+
+def test_other_adams_are_named_in_a_warning():
+    for other, message in (
+        (torch.optim.AdamW(make_parameters(), amsgrad=True), "AMSGrad"),
+        (torch.optim.Adam(make_parameters(), weight_decay=0.1), "weight decay in the gradient"),
+    ):
+        advance(other, other.param_groups[0]["params"], make_gradients(1))
+        optimizer = PACE(make_parameters())
+        with pytest.warns(UserWarning) as caught:
+            optimizer.load_state_dict(other.state_dict())
+        assert any(message in str(w.message) for w in caught)
+        assert "max_exp_avg_sq" not in optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+def test_a_warning_turned_error_leaves_the_loaded_state_whole():
+    adamw = torch.optim.AdamW(make_parameters(), lr=0.5)
+    advance(adamw, adamw.param_groups[0]["params"], make_gradients(2))
+    optimizer, fired = PACE(make_parameters()), []
+    optimizer.register_load_state_dict_post_hook(lambda _: fired.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="no 'average'"):
+            optimizer.load_state_dict(adamw.state_dict())
+    assert fired == [1] and optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"].item() == 2
+
+
+def test_entries_of_others_in_the_state_are_left_alone():
+    parameters = make_parameters()
+    optimizer = run(parameters, make_gradients(2))
+    optimizer.state[parameters[0]].update(tag="mine", rank=torch.tensor(3))
+    advance(optimizer, parameters, make_gradients(1))
+    twin = PACE(make_parameters())
+    twin.load_state_dict(optimizer.state_dict())
+    state = twin.state[twin.param_groups[0]["params"][0]]
+    assert state["tag"] == "mine" and state["rank"].dtype == torch.int64
+
+
 def test_a_missing_returned_average_starts_from_the_control_average():
     first = run(make_parameters(), make_gradients(5), pullback_strength=30.0)
     second = PACE(make_parameters(), return_power=0.9)
@@ -333,6 +397,34 @@ def test_a_group_added_in_mid_run_starts_from_its_own_weights(foreach):
         assert torch.equal(p, q) and torch.equal(optimizer.state[p]["average"], expected.state[q]["average"])
 
 
+def test_a_replaced_parameter_may_take_its_state_along():
+    parameters = make_parameters()
+    optimizer = run(parameters, make_gradients(3), pullback_strength=30.0)
+    old, new = parameters[0], parameters[0].detach().clone().requires_grad_()
+    average = optimizer.state[old]["average"].clone()
+    optimizer.state[new] = optimizer.state.pop(old)
+    optimizer.param_groups[0]["params"][0] = new
+    with averaged_weights(optimizer):
+        assert torch.equal(new, average)
+    gone = weakref.ref(old)
+    del old, parameters[0]
+    gc.collect()
+    assert gone() is None, "the optimizer keeps the old parameter alive"
+
+
+def test_parameters_of_a_shape_known_later():
+    """Lazy modules, and data replaced before the first step, as with AdamW."""
+    lazy = torch.nn.LazyLinear(3)
+    plain = torch.nn.Parameter(torch.ones(2))
+    optimizer = PACE([*lazy.parameters(), plain], lr=1e-2)
+    plain.data = torch.ones(5)
+    optimizer.state_dict()
+    (lazy(torch.ones(1, 4)).sum() + plain.sum()).backward()
+    optimizer.step()
+    assert optimizer.state[lazy.weight]["average"].shape == (3, 4)
+    assert optimizer.state[plain]["average"].shape == (5,)
+
+
 def test_a_replaced_parameter_gets_a_state_of_its_own():
     parameters = make_parameters()
     optimizer = run(parameters, make_gradients(3))
@@ -393,6 +485,21 @@ def test_state_follows_a_model_that_is_cast(target, foreach):
         assert p.dtype == target == state["exp_avg"].dtype
         assert state["average"].dtype == (torch.float64 if target == torch.float64 else torch.float32)
         assert p.isfinite().all()
+
+
+@pytest.mark.parametrize("there, back", [(torch.float32, torch.float16), (torch.bfloat16, torch.float32)])
+def test_a_cast_while_shown_does_not_touch_the_average(there, back):
+    model = Net(there)
+    optimizer = PACE(model.parameters(), lr=1e-2, eps=1e-3, pullback_strength=30.0)
+    advance(optimizer, list(model.parameters()), make_gradients(5))
+    before = everything(optimizer)
+    optimizer.eval()
+    model.to(back)
+    optimizer.train()
+    after = everything(optimizer)
+    for key in before:
+        expected = before[key].to(back) if key.endswith("weights") else before[key]
+        assert torch.equal(after[key], expected) and after[key].dtype == expected.dtype, key
 
 
 def test_state_follows_a_model_from_the_meta_device():
@@ -548,19 +655,75 @@ def test_dcp_of_a_shown_average_resumes_from_live_or_refuses(flat, template, tmp
         assert_same_bits(live, everything(fresh))
 
 
-def test_loading_inside_a_block_keeps_showing_the_average():
+def test_a_plain_state_is_not_loaded_while_the_average_is_shown():
+    """It has no live weights, and the parameters have none either: which ones should training go on from?"""
     parameters = make_parameters(dtype=torch.float32)
     optimizer = run(parameters, make_gradients(5), **SETTINGS)
     saved = copy.deepcopy(optimizer.state_dict())
-    weights = [p.detach().clone() for p in parameters]
     advance(optimizer, parameters, make_gradients(5, seed=2))
     with averaged_weights(optimizer):
-        optimizer.load_state_dict(saved)
-        assert optimizer.shows_average()
-        assert torch.equal(parameters[0], saved["state"][0]["returned"])
-    assert not torch.equal(parameters[0], weights[0])  # a state has no live weights; the model's stay
+        before = everything(optimizer)
+        with pytest.raises(ValueError, match=r"hold the average now .*Call train"):
+            optimizer.load_state_dict(saved)
+        assert_same_bits(before, everything(optimizer))
+    optimizer.load_state_dict(saved)
     set_gradients(parameters, make_gradients(1)[0])
     optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("then", ["step", "eval"])
+def test_saved_while_shown_resumes_from_live_in_either_order(model_first, then, dtype):
+    """The model's part of such a checkpoint is the average; torch's set_state_dict loads it last."""
+    model = Net(dtype)
+    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
+    advance(optimizer, list(model.parameters()), make_gradients(5))
+    with averaged_weights(optimizer):
+        saved = {k: copy.deepcopy(v.state_dict()) for k, v in (("model", model), ("optimizer", optimizer))}
+    again = Net(dtype, seed=5)
+    resumed = PACE(again.parameters(), **SETTINGS)
+    if model_first:
+        again.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert_same_bits(everything(optimizer), everything(resumed))
+    if not model_first:
+        again.load_state_dict(saved["model"])
+    if then == "eval":
+        resumed.eval()
+        resumed.train()
+        assert_same_bits(everything(optimizer), everything(resumed))
+    advance(optimizer, list(model.parameters()), make_gradients(3, seed=2))
+    advance(resumed, list(again.parameters()), make_gradients(3, seed=2))
+    assert_same_bits(everything(optimizer), everything(resumed))
+
+
+def test_saved_while_shown_and_other_weights_loaded_after_it_count():
+    model = Net()
+    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
+    advance(optimizer, list(model.parameters()), make_gradients(5))
+    with averaged_weights(optimizer):
+        saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    model.load_state_dict(Net(seed=8).state_dict())
+    optimizer.train()
+    for p, q in zip(model.parameters(), Net(seed=8).parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_dcp_set_state_dict_of_a_shown_state_resumes_from_live():
+    model = Net()
+    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
+    advance(optimizer, list(model.parameters()), make_gradients(5))
+    optimizer.zero_grad()
+    with averaged_weights(optimizer):
+        weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+    again = Net(seed=5)
+    resumed = PACE(again.parameters(), **SETTINGS)
+    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state)
+    advance(optimizer, list(model.parameters()), make_gradients(3, seed=2))
+    advance(resumed, list(again.parameters()), make_gradients(3, seed=2))
+    assert_same_bits(everything(optimizer), everything(resumed))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -12,6 +12,7 @@ from problems import PATHS, assert_same_bits, everything, make_gradients, make_p
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import update_bn
 
 from paceline import PACE, averaged_state_dict, averaged_weights, reset_average, save_averaged
@@ -335,6 +336,8 @@ def test_other_optimizers_are_refused_in_plain_words():
         averaged_weights(adamw),
     ):
         pass
+    with pytest.raises(TypeError, match="AdamW keeps no average"):
+        reset_average(adamw)
 
 
 # --- Models ---------------------------------------------------------------------------------------
@@ -406,6 +409,48 @@ def test_export_is_a_copy_in_the_precision_asked_for():
     assert torch.equal(inside["embed.weight"], averaged_state_dict(model, optimizer)["embed.weight"])
 
 
+def test_export_follows_parameters_through_renaming_hooks():
+    """torch's activation checkpointing renames entries in a hook; a missed name would export live."""
+    torch.manual_seed(0)
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 1))
+    optimizer = PACE(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    exported = averaged_state_dict(model, optimizer)
+    assert exported.keys() == model.state_dict().keys()
+    assert torch.equal(exported["0.weight"], optimizer.state[next(model.parameters())]["average"])
+
+
+def test_export_refuses_where_a_state_dict_hides_the_parameters():
+    class Hiding(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            return {k: v.detach().clone() for k, v in super().state_dict(*args, **kwargs).items()}
+
+    model = Hiding(2, 1)
+    optimizer = PACE(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"2 trained parameter\(s\) do not appear"):
+        averaged_state_dict(model, optimizer)
+
+
+def test_export_keeps_the_versions_of_modules():
+    class Versioned(nn.Linear):
+        _version = 2
+
+    model = nn.Sequential(Versioned(2, 1))
+    exported = averaged_state_dict(torch.compile(model, backend="eager"), PACE(model.parameters()))
+    assert exported._metadata == model.state_dict()._metadata
+
+
+def test_export_refuses_integer_precision():
+    model, optimizer = trained()
+    with pytest.raises(ValueError, match=r"Invalid dtype: torch.int8; allowed: None or a floating dtype"):
+        averaged_state_dict(model, optimizer, dtype=torch.int8)
+
+
 def test_export_of_a_model_the_optimizer_does_not_train_is_refused():
     model, optimizer = trained()
     with pytest.raises(ValueError, match="trains none of this model's parameters"):
@@ -437,6 +482,18 @@ def test_saved_file_loads_plainly_and_says_what_it_holds(target, dtype, tmp_path
     loaded.load_state_dict(load_file(file))
     assert torch.equal(loaded.out.weight, optimizer.state[model.embed.weight]["average"])
     assert_same_bits(live, everything(optimizer))
+
+
+def test_a_save_replaces_the_file_whole(tmp_path):
+    """Someone reading the old file goes on reading the old file."""
+    model, optimizer = trained()
+    file = save_averaged(model, optimizer, tmp_path)
+    old = file.read_bytes()
+    with file.open("rb") as reader:
+        train(model, optimizer, 2)
+        save_averaged(model, optimizer, tmp_path)
+        assert reader.read() == old
+    assert file.read_bytes() != old
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

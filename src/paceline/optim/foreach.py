@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import RATIOS, At, Slot, at_step, gain_limit, shares, stays_on_device
+from paceline.optim.rule import RATIOS, At, Slot, at_step, gain_limit, seed_average_, shares, stays_on_device
 from paceline.optim.sharded import mesh_of
 
 # 64 MiB of float32: large enough that launches do not count, small beside any model worth the path.
@@ -51,6 +51,7 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe) -> None:
     ats = [at_step(slot.step, recipe) for slot in chunk] if stays_on_device(recipe) else [at] * len(chunk)
     beta1, beta2 = recipe.betas
     lookahead = recipe.gap == "lookahead"
+    _seed_averages_(chunk, ats)
     gaps = [] if at.pulling is False or lookahead else list(torch._foreach_sub(averages, lives))
 
     if recipe.maximize:
@@ -89,6 +90,15 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe) -> None:
     if recipe.return_power is not None:
         returned = [slot.returned for slot in chunk if slot.returned is not None]
         _move_averages_(returned, lives, _each(ats, "return_rate"))
+
+
+def _seed_averages_(chunk: list[Slot], ats: list[At]) -> None:
+    if not isinstance(ats[0].t, Tensor) and ats[0].t != 1:
+        return
+    for slot, at in zip(chunk, ats, strict=True):
+        seed_average_(slot.average, slot.live, at.t)
+        if slot.returned is not None:
+            seed_average_(slot.returned, slot.live, at.t)
 
 
 def _each(ats: list[At], name: str) -> list[Any]:

@@ -1,26 +1,29 @@
 """PACE as a torch optimizer: settings, groups, state, choice of path. The update itself is in rule.py."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, final
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    ParamsT,
-    _default_to_fused_or_foreach,
-    _get_capturable_supported_devices,
-    _use_grad_for_differentiable,
-)
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
 
 from paceline.optim import recipe, weights
-from paceline.optim.foreach import foreach_step_
-from paceline.optim.loading import Saved, admit, take_in, warn_of_missing
+from paceline.optim.loading import Saved, admit, take_in
 from paceline.optim.recipe import Gain, Gap, Recipe
-from paceline.optim.rule import Slot, pace_step_
-from paceline.optim.sharded import whole
-from paceline.optim.state import allocate, conform, is_expanded, name_of, returned_key
+from paceline.optim.sharded import same_values
+from paceline.optim.state import (
+    allocate,
+    is_expanded,
+    is_seeded,
+    name_of,
+    returned_key,
+    take_averages,
+)
+from paceline.optim.work import all_finite, plan
 
 
 @final
@@ -114,9 +117,8 @@ class PACE(Optimizer):
             "parameters_hold": "live",
         }
         recipe.check(defaults)
-        # Parameters whose average was taken from live at their first step. Of all others the average
-        # IS live, whatever the tensor says, so weights loaded or broadcast until then count.
-        self._seeded: set[Tensor] = set()
+        # Live weights that came with a loaded state, until the first step after it.
+        self._loaded_live: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -130,7 +132,7 @@ class PACE(Optimizer):
         group = self.param_groups[-1]
         group["parameters_hold"] = self.param_groups[0]["parameters_hold"]
         for i, parameter in enumerate(group["params"]):
-            if is_expanded(parameter):
+            if not is_lazy(parameter) and is_expanded(parameter):
                 self.param_groups.pop()
                 raise ValueError(
                     f"{name_of(group, len(self.param_groups), i)} is an expanded tensor (strides "
@@ -138,25 +140,20 @@ class PACE(Optimizer):
                 )
         # Frozen parameters get their state when they are thawed: beside adapters they are most of a model.
         for parameter in group["params"]:
-            if parameter.requires_grad:
+            if parameter.requires_grad and not is_lazy(parameter):
                 self.state[parameter] = allocate(parameter, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_seeded": self._seeded}
+        return {**super().__getstate__(), "_loaded_live": self._loaded_live}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" not in state:  # from load_state_dict; otherwise unpickled or copied
             state = self._adopt(**state)
         super().__setstate__(state)
 
-    def _members(self) -> Iterator[tuple[dict[str, Any], Tensor, str]]:
-        """Each parameter once, with its group and a name for messages."""
-        seen: set[Tensor] = set()
-        for number, group in enumerate(self.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield group, parameter, name_of(group, number, i)
+    def _members(self) -> Iterator[Tensor]:
+        """Each parameter once."""
+        yield from dict.fromkeys(parameter for group in self.param_groups for parameter in group["params"])
 
     # --- The step ---------------------------------------------------------------------------------
 
@@ -170,92 +167,51 @@ class PACE(Optimizer):
             raise RuntimeError(
                 "step() inside averaged_weights: the parameters hold the average; step outside"
             )
-        self._check_capture()
-        self.train()
+        self._put_live_back()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            self._put_live_back()  # a closure that evaluates may end in eval()
 
-        work = [_Work(group, *self._slots(group, i)) for i, group in enumerate(self.param_groups)]
-        watched = [slot.grad for w in work if w.group["skip_nonfinite"] for slot in w.slots]
-        if not _all_finite(watched):
+        work = [plan(self.state, group, number) for number, group in enumerate(self.param_groups)]
+        if not all_finite([slot.grad for w in work if w.group["skip_nonfinite"] for slot in w.slots]):
             return loss
-        for group, parameters, slots in work:
+        for group, parameters, slots, path in work:
+            self._seed(parameters)
             if slots:
-                self._seed(parameters)
-                path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
                 path(slots, Recipe.of(group))
         return loss
 
-    def _slots(self, group: dict[str, Any], number: int) -> tuple[list[Tensor], list[Slot]]:
-        """The parameters of a group that have a gradient, and all that their update touches."""
-        parameters, slots = [], []
-        for i, parameter in enumerate(group["params"]):
-            grad = parameter.grad
-            if grad is None:
-                continue
-            _check_device(parameter, group)
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"PACE does not support sparse gradients: that of {name_of(group, number, i)} is "
-                    f"{grad.layout}; make it dense (for nn.Embedding: sparse=False)"
-                )
-            state = self.state.get(parameter)
-            if not state:
-                with torch.no_grad():
-                    state = self.state[parameter] = allocate(parameter, group)
-            conform(parameter, state, group, number, i)
-            parameters.append(parameter)
-            slots.append(
-                Slot(
-                    live=_real(parameter),
-                    grad=_real(grad),
-                    exp_avg=_real(state["exp_avg"]),
-                    exp_avg_sq=_real(state["exp_avg_sq"]),
-                    average=_real(state["average"]),
-                    returned=_real(state["returned"]) if "returned" in state else None,
-                    step=state["step"],
-                )
-            )
-        return parameters, slots
-
     def _seed(self, parameters: list[Tensor]) -> None:
+        """Take averages anew where a reset or a load asked for it. At a first step the rule itself does."""
         for parameter in parameters:
-            if parameter not in self._seeded:
-                self._take_average(parameter)
-                self._seeded.add(parameter)
-
-    def _take_average(self, parameter: Tensor) -> None:
-        for key in ("average", "returned"):
-            if key in self.state[parameter]:
-                self.state[parameter][key].copy_(parameter)
-
-    def _check_capture(self) -> None:
-        if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return
-        if torch.cuda.is_current_stream_capturing() and not all(g["capturable"] for g in self.param_groups):
-            raise RuntimeError(
-                "capturing a CUDA graph of step() needs capturable=True in all parameter groups"
-            )
+            state = self.state[parameter]
+            if "unseeded" in state:
+                take_averages(parameter, state)
+                del state["unseeded"]
 
     # --- Which weights the parameters hold --------------------------------------------------------
 
     def returned_averages(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter with its returned average; one whose average is still live is left out."""
-        for _, parameter, _ in self._members():
-            if parameter in self._seeded and (state := self.state.get(parameter)):
+        for parameter in self._members():
+            state = self.state.get(parameter)
+            if state and is_seeded(state):
                 yield parameter, state[returned_key(state)]
 
     def shows_average(self) -> bool:
         """Whether the parameters hold the average at present."""
         return bool(self.param_groups[0]["parameters_hold"] == "average")
 
+    # Evaluation often runs in inference mode, where new tensors could not be written to later.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters, until `train()` or the next `step()`."""
         if self.shows_average():
             return
+        self._undo_stale_load()
         self._mark("average")
         try:
             for parameter, _ in list(self.returned_averages()):
@@ -265,22 +221,38 @@ class PACE(Optimizer):
             self._put_live_back()
             raise
 
-    @torch.no_grad()
     def train(self) -> None:
         """Put the live weights back into the parameters; nothing happens if they are there."""
-        if not self.shows_average():
-            return
-        if weights.in_block(self):
+        if self.shows_average() and weights.in_block(self):
             raise RuntimeError("train() inside averaged_weights: leave the block instead")
         self._put_live_back()
 
     def _put_live_back(self) -> None:
+        if self._loaded_live or self.shows_average():
+            self._restore_live()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _restore_live(self) -> None:
+        self._undo_stale_load()
         # Backwards, so that parameters sharing one storage end as they began.
-        for _, parameter, _ in reversed(list(self._members())):
+        for parameter in reversed(list(self._members())):
             state = self.state.get(parameter, {})
             if "live" in state:
                 weights.show_live_(parameter, state, returned_key(state))
         self._mark("live")
+
+    def _undo_stale_load(self) -> None:
+        """Put loaded live weights back if a model checkpoint, made of the average, was loaded over them.
+
+        A checkpoint taken while the average was shown has the average in the model's part and live in
+        ours; torch's set_state_dict loads ours first.
+        """
+        for parameter, live in self._loaded_live.items():
+            state = self.state[parameter]
+            if same_values(parameter.detach(), state[returned_key(state)].to(parameter.dtype)):
+                parameter.copy_(live)
+        self._loaded_live.clear()
 
     def _mark(self, held: str) -> None:
         for group in self.param_groups:
@@ -296,9 +268,10 @@ class PACE(Optimizer):
 
     @torch.no_grad()
     def _refresh_unseeded(self) -> None:
-        for _, parameter, _ in self._members():
-            if parameter not in self._seeded and self.state.get(parameter):
-                self._take_average(parameter)
+        for parameter in self._members():
+            state = self.state.get(parameter)
+            if state and not is_seeded(state):
+                take_averages(parameter, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of PACE or of torch.optim.AdamW; every tensor keeps its precision.
@@ -307,9 +280,12 @@ class PACE(Optimizer):
         warning. A state saved while the parameters held the average puts its live weights back into
         them. If anything does not fit, ValueError says what, and nothing is changed.
         """
+        notes: list[str] = []
         # Last of all pre-hooks: torch would cast what it sees to the parameter's precision.
-        with self.register_load_state_dict_pre_hook(admit):
+        with self.register_load_state_dict_pre_hook(partial(admit, notes)):
             super().load_state_dict(state_dict)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
 
     @torch.no_grad()
     def _adopt(self, state: dict[Any, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -319,27 +295,22 @@ class PACE(Optimizer):
         self.param_groups = param_groups
         self._mark("live")
         adopted: dict[Any, Any] = {k: v for k, v in state.items() if not isinstance(v, Saved)}
-        seeded: set[Tensor] = set()
-        without: dict[str, list[str]] = {"average": [], "returned": []}
-        for group, parameter, name in self._members():
-            saved = state.get(parameter)
-            if saved is None:
-                if parameter.requires_grad:
-                    adopted[parameter] = allocate(parameter, group)
-                continue
-            if "live" in saved.entries:
-                parameter.copy_(saved.entries["live"])
-            self.state.pop(parameter, None)  # its memory first
-            adopted[parameter] = take_in(parameter, saved.entries, group)
-            if saved.entries["step"] > 0:
-                for key in adopted[parameter].keys() & without.keys() - saved.entries.keys():
-                    without[key].append(name)
-                if "average" in saved.entries:
-                    seeded.add(parameter)
-        self._seeded = seeded
+        for group in param_groups:
+            for parameter in group["params"]:
+                self.state.pop(parameter, None)  # its memory first
+                saved = state.get(parameter)
+                if saved is None:
+                    if parameter.requires_grad and not is_lazy(parameter):
+                        adopted[parameter] = allocate(parameter, group)
+                    continue
+                adopted[parameter] = take_in(parameter, saved.entries, group)
+                if "live" in saved.entries:
+                    parameter.copy_(saved.entries["live"])
+                    if is_seeded(adopted[parameter]):
+                        self._loaded_live[parameter] = parameter.detach().clone()
         self.state = defaultdict(dict, adopted)
-        warn_of_missing(without)
         if showed:
+            self._loaded_live.clear()
             self.eval()
         return {"state": self.state, "param_groups": self.param_groups}
 
@@ -348,29 +319,16 @@ def reset_average(optimizer: PACE) -> None:
     """Start the averages anew from the live weights, e.g. for a second phase of training.
 
     Until its next step a parameter's average is again its live weight, so weights may still be loaded.
-    Moments and step counts stay, and with them the learning-rate schedule and the averaging rate.
+    Moments and step counts stay, and with them the averaging rate.
 
     >>> import torch, paceline
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = paceline.PACE(model.parameters())
     >>> paceline.reset_average(optimizer)
     """
-    optimizer.train()
-    optimizer._seeded.clear()
-
-
-# --- Pieces of the above --------------------------------------------------------------------------
-
-
-class _Work(NamedTuple):
-    group: dict[str, Any]
-    parameters: list[Tensor]
-    slots: list[Slot]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A complex parameter is a pair of reals to AdamW, and so to PACE."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    weights.keeper_of(optimizer).train()
+    for state in optimizer.state.values():
+        state["unseeded"] = torch.tensor(True)
 
 
 def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -384,34 +342,3 @@ def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 moving = {"live": parameter.detach(), **entries}
                 moving = {k: moving[k].clone() for k in ("live", returned_key(entries))}
                 state_dict["state"][key] = {**entries, **moving}
-
-
-def _check_device(parameter: Tensor, group: dict[str, Any]) -> None:
-    if group["capturable"] and not torch.compiler.is_compiling():
-        supported = _get_capturable_supported_devices()
-        if parameter.device.type not in supported:
-            raise RuntimeError(
-                f"capturable=True needs parameters on one of {supported}; one is on {parameter.device.type}"
-            )
-
-
-def _all_finite(grads: list[Tensor]) -> bool:
-    # 0 · g is NaN where g is not finite, and a NaN survives the sum over elements, tensors and ranks;
-    # a maximum over ranks may lose it, and a plain sum may overflow.
-    sums = [whole((grad * 0).sum()).to("cpu", torch.float32) for grad in grads]
-    return not sums or bool(torch.stack(sums).sum() == 0)
-
-
-def _takes_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
-    tensor_lr = isinstance(group["lr"], Tensor) and not group["capturable"]
-    if group["foreach"] and tensor_lr:
-        raise RuntimeError("lr as a Tensor is not supported for capturable=False and foreach=True")
-    if group["foreach"] is not None:
-        return bool(group["foreach"])
-    _, foreach = _default_to_fused_or_foreach(parameters, group["differentiable"], use_fused=False)
-    return foreach and not tensor_lr
-
-
-def _loop_step_(slots: list[Slot], settings: Recipe) -> None:
-    for slot in slots:
-        pace_step_(slot, settings)

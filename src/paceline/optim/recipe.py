@@ -80,8 +80,8 @@ def _check_betas(group: dict[str, Any]) -> None:
     for i, beta in enumerate(betas):
         if isinstance(beta, Tensor):
             raise ValueError(
-                f"betas[{i}] as a Tensor is not supported for capturable=False and foreach=True, "
-                "nor elsewhere in PACE; use floats"
+                f"betas[{i}] as a Tensor is not supported for capturable=False and foreach=True; "
+                "PACE takes floats in all cases"
             )
         ok = _is_number(beta) and 0.0 <= beta < 1.0
         _require(ok, f"beta parameter at index {i}", beta, "0 <= beta < 1")

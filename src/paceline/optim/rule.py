@@ -41,9 +41,11 @@ def paper_ratio(
 ) -> Tensor:
     """R_i = η c / (√v̂_i + ε): the paper's, with c in units of curvature."""
     del exp_avg_sq, root_correction
-    # A finite c where c = inf keeps inf · 0 = NaN out where v̂ has overflowed; the gain is still clipped.
-    strength = min(strength, torch.finfo(denominator.dtype).max)
-    return torch.mul(torch.reciprocal(denominator, out=out), lr * strength, out=out)
+    # Finite also for c = inf: inf · 0 would be NaN where v̂ has overflowed. The gain is clipped anyway.
+    limit = torch.finfo(denominator.dtype).max
+    scale = lr * strength
+    scale = scale.clamp(max=limit) if isinstance(scale, Tensor) else min(scale, limit)
+    return torch.mul(torch.reciprocal(denominator, out=out), scale, out=out)
 
 
 def uniform_ratio(
@@ -104,6 +106,7 @@ class Slot(NamedTuple):
 class At(NamedTuple):
     """The scalars of one step."""
 
+    t: Scalar  # 1 at the first step
     lr: Scalar  # η in force at this step
     decay: Scalar  # 1 − η · weight decay
     step_size: Scalar  # −η / (1 − β₁ᵗ)
@@ -143,6 +146,7 @@ def at_step(step: Tensor, recipe: Recipe) -> At:
         rates.append(torch.where(averaging, rate, 0.0) if isinstance(averaging, Tensor) else rate)
 
     return At(
+        t=t,
         lr=lr,
         decay=1 - lr * recipe.weight_decay,
         step_size=step_size,
@@ -166,12 +170,23 @@ def shares(rate: Scalar, dtype: torch.dtype) -> tuple[Scalar, Scalar]:
 
 
 def move_average_(average: Tensor, live: Tensor, rate: Scalar) -> None:
-    """average ← (1 − rate) · average + rate · live, in the average's precision."""
+    """average ← (1 − rate) · average + rate · live, in the average's precision.
+
+    In float32 a rate below 2^-24 is 0: with power 1, after 16 million steps the average stands.
+    """
     keep, move = shares(rate, average.dtype)
     if isinstance(move, Tensor):
         average.mul_(keep).add_(live.to(average.dtype) * move)
     else:
         average.mul_(keep).add_(live, alpha=move)
+
+
+def seed_average_(average: Tensor, live: Tensor, t: Scalar) -> None:
+    """Before the first step the average is live, whatever it held: average_0 = live_0."""
+    if isinstance(t, Tensor):
+        average.copy_(torch.where(t == 1, live, average))
+    elif t == 1:
+        average.copy_(live)
 
 
 def pace_step_(slot: Slot, recipe: Recipe) -> None:
@@ -187,6 +202,9 @@ def pace_step_(slot: Slot, recipe: Recipe) -> None:
     lookahead = recipe.gap == "lookahead"
     if recipe.maximize:
         grad = -grad
+    seed_average_(average, live, at.t)
+    if returned is not None:
+        seed_average_(returned, live, at.t)
     gap = None if at.pulling is False or lookahead else average - live
 
     if recipe.weight_decay != 0:

@@ -27,15 +27,31 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal; of sharded ones, this rank's parts."""
+    return torch.equal(_local(a), _local(b))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if _is_sharded(tensor) else tensor
+
+
 def is_writer() -> bool:
     """Whether this process writes what all ranks agree on."""
     return not _is_distributed() or torch.distributed.get_rank() == 0
 
 
-def wait_for_all() -> None:
-    """Return once every rank is here."""
+def share_failure(failure: Exception | None) -> None:
+    """Wait for all ranks; if the writer failed, raise on every one of them."""
+    if failure is not None and not _is_distributed():
+        raise failure
     if _is_distributed():
-        torch.distributed.barrier()
+        message = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+        torch.distributed.broadcast_object_list(message, src=0)
+        if failure is not None:
+            raise failure
+        if message[0] is not None:
+            raise RuntimeError(f"rank 0 could not write: {message[0]}")
 
 
 def _is_distributed() -> bool:

@@ -32,7 +32,7 @@ def returned_key(state: State) -> str:
 
 
 def allocate(live: Tensor, group: dict[str, Any]) -> State:
-    """All keys at their final shapes. The averages hold live until the first step takes them anew."""
+    """All keys at their final shapes; the averages are taken anew at the first step."""
     live = live.detach()
     state = {
         "step": torch.zeros((), dtype=torch.float64, device=step_device(live, group)),
@@ -45,29 +45,38 @@ def allocate(live: Tensor, group: dict[str, Any]) -> State:
     return state
 
 
+def is_seeded(state: State) -> bool:
+    """Whether the averages have values of their own. Until then a parameter's average is live."""
+    return "unseeded" not in state and state["step"].item() > 0
+
+
+def take_averages(live: Tensor, state: State) -> None:
+    """Let the averages be live."""
+    for key in state.keys() & {"average", "returned"}:
+        if state[key].shape == live.shape and not state[key].is_meta:
+            state[key].copy_(live)
+
+
 def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: int) -> None:
-    """Let the state follow a parameter that was moved or cast, and a return_power set or unset, since.
+    """Make the state fit a parameter that was moved, cast or replaced, and a return_power set, since.
 
     `number` and `i` say which parameter of which group it is, for messages.
     """
-    if state["average"].shape != live.shape:
-        name = name_of(group, number, i)
-        raise RuntimeError(
-            f"{name} has shape {tuple(live.shape)} but its optimizer state has "
-            f"{tuple(state['average'].shape)}; reload the state or build a new optimizer"
-        )
-    if state["average"].is_meta and not live.is_meta:
+    misshapen = state["exp_avg"].shape != live.shape
+    if misshapen or (state["exp_avg"].is_meta and not live.is_meta):
         if state["step"].is_meta or state["step"].item() != 0:
-            name = name_of(group, number, i)
-            raise RuntimeError(f"the state of {name} is on the meta device and holds no values; reload it")
+            kind = f"shape {tuple(state['exp_avg'].shape)}" if misshapen else "no values (meta device)"
+            raise RuntimeError(
+                f"{name_of(group, number, i)} has shape {tuple(live.shape)} but its optimizer state has "
+                f"{kind}; reload the state or build a new optimizer"
+            )
         state.update(allocate(live, group))
     if group["return_power"] is None:
         state.pop("returned", None)
     elif "returned" not in state:
         state["returned"] = state["average"].clone()
-    wide = average_dtype(live)
-    for key in state.keys() - {"step", "live"}:
-        dtype = live.dtype if key in ("exp_avg", "exp_avg_sq") else wide
+    for key in state.keys() & {"exp_avg", "exp_avg_sq", "average", "returned"}:
+        dtype = live.dtype if key in ("exp_avg", "exp_avg_sq") else average_dtype(live)
         if state[key].dtype != dtype or state[key].device != live.device:
             state[key] = state[key].to(live.device, dtype)
     device = step_device(live, group)

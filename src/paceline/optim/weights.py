@@ -4,7 +4,8 @@ Live weights sit in the parameters; the average is optimizer state. Nothing here
 """
 
 import os
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.optim.sharded import is_writer, wait_for_all, whole
+from paceline.optim.sharded import is_writer, same_values, share_failure, whole
 from paceline.optim.state import State
 
 
@@ -35,7 +36,8 @@ class KeepsAverage(Protocol):
         """Put live back into the parameters."""
 
 
-def _keeper(optimizer: object) -> KeepsAverage:
+def keeper_of(optimizer: object) -> KeepsAverage:
+    """The optimizer, if it keeps an average; TypeError in the user's words if not."""
     if not isinstance(optimizer, KeepsAverage):
         raise TypeError(
             f"{type(optimizer).__name__} keeps no average of its parameters; pass the paceline optimizer "
@@ -80,7 +82,7 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     >>> torch.equal(model.weight, live)
     True
     """
-    keeper = _keeper(optimizer)
+    keeper = keeper_of(optimizer)
     if in_block(optimizer):
         raise RuntimeError("averaged_weights is already active for this optimizer; blocks do not nest")
     was_shown = keeper.shows_average()  # by eval(): the block then leaves it so
@@ -107,11 +109,12 @@ def show_average_(parameter: Tensor, state: State, key: str) -> None:
 
 
 def show_live_(parameter: Tensor, state: State, key: str) -> None:
-    """Undo `show_average_`, bit for bit."""
-    live = state["live"]
-    if state[key].dtype == parameter.dtype and state[key].device == parameter.device:
-        _exchange_(parameter, live)
+    """Undo `show_average_`, bit for bit, also if the parameter was cast or moved in between."""
+    shown, live = state[key], state["live"]
+    if shown.dtype == live.dtype and shown.device == live.device:
+        _exchange_(shown, live)
         state[key] = live
+        parameter.copy_(shown)  # onto itself, unless a cast gave the parameter another storage
     else:
         parameter.copy_(live)
     del state["live"]
@@ -124,7 +127,7 @@ def _exchange_(a: Tensor, b: Tensor) -> None:
         a.copy_(b)
         b.copy_(kept)
     except BaseException:  # Ctrl-C between the two copies: leave both as they were
-        if torch.equal(b, kept):
+        if same_values(b, kept):
             b.copy_(a)
         a.copy_(kept)
         raise
@@ -147,8 +150,8 @@ def averaged_state_dict(
             casts all floating entries, as `model.to(dtype)` would.
 
     Returns:
-        Name → tensor. Buffers, frozen parameters and parameters that were never stepped come from the
-        model. Tied parameters share one tensor. Sharded parameters stay sharded.
+        Name → tensor. Buffers and parameters that were never trained come from the model. Tied
+        parameters share one tensor. Sharded parameters stay sharded.
 
     >>> import torch, paceline
     >>> model = torch.nn.Linear(2, 1)
@@ -157,33 +160,54 @@ def averaged_state_dict(
     >>> fresh.load_state_dict(paceline.averaged_state_dict(model, optimizer))
     <All keys matched successfully>
     """
-    averages = dict(_keeper(optimizer).returned_averages())
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if averages and averages.keys().isdisjoint(parameters.values()):
+    entries = _averaged_entries(model, optimizer)
+    copies: dict[int, Tensor] = {}  # tied parameters stay tied
+    for name, value in entries.items():
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = value.to(_target(value, dtype), copy=True)
+            entries[name] = copies[id(value)]
+    return entries
+
+
+def _target(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"Invalid dtype: {dtype}; allowed: None or a floating dtype")
+    return dtype if dtype is not None and value.is_floating_point() else value.dtype
+
+
+def _averaged_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> "OrderedDict[str, Any]":
+    """The model's state dict, cleanly named, its parameters replaced by their averages (not copied)."""
+    averages = dict(keeper_of(optimizer).returned_averages())
+    own = model.state_dict(keep_vars=True)  # the parameters themselves, whatever they are called here
+    _check_covered(averages, model, own)
+    rename = _renamer(model)
+    tensors = {id(v): averages.get(v, v).detach() for v in own.values() if isinstance(v, Tensor)}
+    entries = OrderedDict((rename(name), tensors.get(id(value), value)) for name, value in own.items())
+    # Versions of the modules, by which load_state_dict knows what to migrate; a dict of the user's has none.
+    metadata = getattr(own, "_metadata", None)
+    if metadata is not None:
+        entries._metadata = {rename(path): versions for path, versions in metadata.items()}  # type: ignore[attr-defined]
+    return entries
+
+
+def _check_covered(averages: dict[Tensor, Tensor], model: nn.Module, entries: dict[str, Any]) -> None:
+    """Refuse to export live weights where averages were asked for."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter in averages}
+    if averages and not trained:
         raise ValueError(
             "the optimizer trains none of this model's parameters, so there is no average of them; pass the "
             "model it was built for (copying, sharding or moving a model may replace its parameters)"
         )
-    copies: dict[Tensor, Tensor] = {}
-    result: dict[str, Any] = {}
-    rename = _renamer(model)
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            result[rename(name)] = value
-            continue
-        source = parameters.get(name, value)
-        if source not in copies:
-            kept = averages.get(source, value)
-            copies[source] = kept.detach().to(dtype if _casts(kept, dtype) else kept.dtype, copy=True)
-        result[rename(name)] = copies[source]
-    return result
+    missing = len(trained - {id(value) for value in entries.values()})
+    if missing:
+        raise ValueError(
+            f"{missing} trained parameter(s) do not appear in model.state_dict(keep_vars=True), so their "
+            "averages cannot be exported; a hook or an override of state_dict replaces them"
+        )
 
 
-def _casts(value: Tensor, dtype: torch.dtype | None) -> bool:
-    return dtype is not None and value.is_floating_point()
-
-
-def _renamer(model: nn.Module) -> Any:
+def _renamer(model: nn.Module) -> Callable[[str], str]:
     """Names without the parts that wrappers add: torch.compile's and DistributedDataParallel's."""
     wrapped = {
         f"{path}.module".lstrip(".")
@@ -241,19 +265,26 @@ def save_averaged(
     """
     inner = _unwrapped(model)
     path = Path(path)
+    if not isinstance(inner, _SavesPretrained) and path.suffix != ".safetensors":
+        path = path / "model.safetensors"
     full: dict[str, Any] = {}
-    for name, value in averaged_state_dict(model, optimizer, dtype).items():
-        gathered = whole(value) if isinstance(value, Tensor) else value  # on every rank: it is collective
-        if is_writer():
-            full[name] = gathered.cpu() if isinstance(gathered, Tensor) else gathered
-    if isinstance(inner, _SavesPretrained):
-        if is_writer():
-            inner.save_pretrained(str(path), state_dict=full)
-    else:
-        path = path if path.suffix == ".safetensors" else path / "model.safetensors"
-        if is_writer():
-            _write_safetensors(full, path)
-    wait_for_all()
+    gathered: dict[int, Tensor] = {}
+    for name, value in _averaged_entries(model, optimizer).items():
+        if isinstance(value, Tensor) and id(value) not in gathered:
+            # Tensor by tensor, so that no second model stands on the device; on every rank: it is collective.
+            tensor = whole(value).to(_target(value, dtype))
+            gathered[id(value)] = tensor.cpu() if is_writer() else torch.empty(0)
+        full[name] = gathered[id(value)] if isinstance(value, Tensor) else value
+    failure = None
+    if is_writer():
+        try:
+            if isinstance(inner, _SavesPretrained):
+                inner.save_pretrained(str(path), state_dict=full)
+            else:
+                _write_safetensors(full, path)
+        except Exception as error:
+            failure = error
+    share_failure(failure)
     return path
 
 

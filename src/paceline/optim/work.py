@@ -1,0 +1,104 @@
+"""What a step has to do for one parameter group; whatever can be refused is refused here, before it."""
+
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
+
+from paceline.optim.foreach import foreach_step_
+from paceline.optim.recipe import Recipe
+from paceline.optim.rule import Slot, pace_step_
+from paceline.optim.sharded import whole
+from paceline.optim.state import State, allocate, conform, name_of
+
+States = MutableMapping[Tensor, State]
+
+
+class Work(NamedTuple):
+    group: dict[str, Any]
+    parameters: list[Tensor]  # those with a gradient
+    slots: list[Slot]  # one for each
+    path: Callable[[list[Slot], Recipe], None]
+
+
+def plan(states: States, group: dict[str, Any], number: int) -> Work:
+    """The work of a step for group `number`. Parameters without a state get one."""
+    members = [(i, parameter) for i, parameter in enumerate(group["params"]) if parameter.grad is not None]
+    parameters = [parameter for _, parameter in members]
+    _check_capture(states, group, parameters)
+    path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
+    slots = [_slot(states, parameter, group, number, i) for i, parameter in members]
+    return Work(group, parameters, slots, path)
+
+
+def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int, i: int) -> Slot:
+    grad = parameter.grad
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"PACE does not support sparse gradients: that of {name_of(group, number, i)} is {grad.layout}; "
+            "make it dense (for nn.Embedding: sparse=False)"
+        )
+    if grad.dtype != parameter.dtype:
+        raise RuntimeError(
+            f"the gradient of {name_of(group, number, i)} is {grad.dtype}, the parameter {parameter.dtype}; "
+            "PACE needs them alike"
+        )
+    state = states.get(parameter)
+    if not state:
+        state = states[parameter] = allocate(parameter, group)
+    conform(parameter, state, group, number, i)
+    return Slot(
+        live=_real(parameter),
+        grad=_real(grad),
+        exp_avg=_real(state["exp_avg"]),
+        exp_avg_sq=_real(state["exp_avg_sq"]),
+        average=_real(state["average"]),
+        returned=_real(state["returned"]) if "returned" in state else None,
+        step=state["step"],
+    )
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex parameter is a pair of reals to AdamW, and so to PACE."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _check_capture(states: States, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    supported = _get_capturable_supported_devices()
+    devices = {parameter.device.type for parameter in parameters}
+    if group["capturable"] and not devices <= set(supported):
+        raise RuntimeError(f"capturable=True needs parameters on one of {supported}; some are on {devices}")
+    # No stream captures before CUDA is initialized, and asking would initialize it.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        if not group["capturable"]:
+            raise RuntimeError("capturing step() in a CUDA graph needs capturable=True in all groups")
+        if any("unseeded" in states.get(parameter, ("unseeded",)) for parameter in parameters):
+            raise RuntimeError("take one step before you capture: some averages are not taken yet")
+
+
+def all_finite(grads: list[Tensor]) -> bool:
+    """Whether no gradient has a NaN or Inf, on any rank."""
+    # 0 · g is NaN where g is not finite, and a NaN survives the sum over elements, tensors and ranks;
+    # a maximum over ranks may lose it, and a plain sum may overflow.
+    sums = [whole((grad * 0).sum()).to("cpu", torch.float32) for grad in grads]
+    return not sums or bool(torch.stack(sums).sum() == 0)
+
+
+def _takes_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
+    tensor_lr = isinstance(group["lr"], Tensor) and not group["capturable"]
+    if group["foreach"] and tensor_lr:
+        raise RuntimeError("lr as a Tensor is not supported for capturable=False and foreach=True")
+    if group["foreach"] is not None:
+        return bool(group["foreach"])
+    _, foreach = _default_to_fused_or_foreach(parameters, group["differentiable"], use_fused=False)
+    return foreach and not tensor_lr
+
+
+def _loop_step_(slots: list[Slot], settings: Recipe) -> None:
+    for slot in slots:
+        pace_step_(slot, settings)
