@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -118,10 +119,10 @@ def measure(shapes: list[tuple[int, ...]], device: str, rounds: int) -> list[dic
         step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds):
-        print(f"\rround {i + 1} of {rounds}", end="", flush=True)
+        if sys.stdout.isatty():
+            print(f"\rround {i + 1} of {rounds}", end="\r", flush=True)
         for name, step in steps.items():
             times[name].append(seconds(step, device))
-    print("\r" + " " * 30 + "\r", end="")
     weights = 4 * sum(torch.Size(shape).numel() for shape in shapes)
     return [
         {

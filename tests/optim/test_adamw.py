@@ -16,6 +16,7 @@ def two_groups(parameters):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_strength_0_is_adamw_and_its_average_an_exact_ema(dtype, foreach):

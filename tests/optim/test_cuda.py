@@ -10,7 +10,7 @@ import torch
 from problems import PATHS, VARIANTS, advance, assert_same_bits, everything, make_gradients, make_parameters
 from reference import Reference
 
-from paceline import PACE, averaged_state_dict, averaged_weights
+from paceline import PACE, averaged_state_dict, averaged_weights, reset_average
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -119,6 +119,39 @@ def test_a_captured_graph_replays_the_eager_steps(name, foreach):
         advance(twin, eager, [step])
     assert_same_bits(on_cpu(everything(twin)), on_cpu(everything(optimizer)))
     assert optimizer.state[parameters[0]]["step"].item() == 20
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+def test_a_graph_captured_before_the_first_step_seeds_once(foreach):
+    """The average is taken from live at the first replay, and not again at later ones."""
+    gradients = gradients_on_gpu(6)
+    parameters, eager = on_gpu(), on_gpu()
+    optimizer = PACE(parameters, lr=1e-2, foreach=foreach, capturable=True, pullback_strength=30.0)
+    for p, g in zip(parameters, gradients[0], strict=True):
+        p.grad = g.float()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    with torch.no_grad():
+        for p, q in zip(parameters, on_gpu(seed=3), strict=True):
+            p.copy_(q)  # weights loaded after construction and capture count
+        for p, q in zip(eager, on_gpu(seed=3), strict=True):
+            p.copy_(q)
+    for step in gradients:
+        for p, g in zip(parameters, step, strict=True):
+            p.grad.copy_(g)
+        graph.replay()
+    torch.cuda.synchronize()
+    twin = run(eager, gradients, foreach=foreach, capturable=True, pullback_strength=30.0)
+    assert_same_bits(on_cpu(everything(twin)), on_cpu(everything(optimizer)))
+
+
+def test_capture_right_after_a_reset_is_refused():
+    parameters = on_gpu()
+    optimizer = run(parameters, gradients_on_gpu(2), capturable=True)
+    reset_average(optimizer)
+    with pytest.raises(RuntimeError, match="take one step before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
 
 
 def test_capture_without_capturable_is_refused():

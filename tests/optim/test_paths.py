@@ -35,6 +35,7 @@ def test_foreach_is_the_loop_bit_for_bit(name, dtype):
     assert_same_bits(everything(loop), everything(lists))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_foreach_is_close_to_the_loop_in_low_precision(name, dtype):
@@ -48,6 +49,7 @@ def test_foreach_is_close_to_the_loop_in_low_precision(name, dtype):
         assert torch.allclose(ours[key].double(), theirs[key].double(), rtol=0.02, atol=0.02), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gain, gap, every, power, maximize, decay",
     list(
