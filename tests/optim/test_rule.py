@@ -11,7 +11,7 @@ from problems import PATHS, SHAPES, VARIANTS, advance, make_gradients, make_para
 from reference import Reference
 
 from paceline import PACE
-from paceline.optim.rule import RATIOS, averaging_rate
+from paceline.optim.rule import RATIOS, Terms, averaging_rate
 
 numbers = st.floats(-3, 3)
 options = st.fixed_dictionaries(
@@ -124,9 +124,9 @@ def test_averaging_rate_is_the_papers():
 @pytest.mark.parametrize("gain", RATIOS)
 def test_ratios_write_into_out_what_they_return_without_it(gain):
     denominator, v = torch.rand(50, dtype=torch.float64) + 0.01, torch.rand(50, dtype=torch.float64)
-    pure = RATIOS[gain](denominator.clone(), v, 0.5, 1e-2, 0.7, None)
+    pure = RATIOS[gain](Terms(denominator.clone(), v, 0.5, 1e-2, 0.7, out=None))
     reused = denominator.clone()
-    written = RATIOS[gain](reused, v, 0.5, 1e-2, 0.7, reused)
+    written = RATIOS[gain](Terms(reused, v, 0.5, 1e-2, 0.7, out=reused))
     assert written is reused and torch.equal(written, pure)
 
 

@@ -354,6 +354,18 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil, message):
     assert optimizer.state_dict()["param_groups"] == groups
 
 
+def test_renamed_parameters_load_by_position():
+    """S5: as in torch, names are labels; the saved ones come along."""
+    first = PACE(Net().named_parameters(), lr=1e-2, **SETTINGS)
+    advance(first, first.param_groups[0]["params"], make_gradients(3))
+    renamed = [(f"layer.{name}", p) for name, p in Net().named_parameters()]
+    second = PACE(renamed, **SETTINGS)
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["param_names"] == ["p0", "p1", "p2", "p3"]
+    for p, q in zip(first.param_groups[0]["params"], second.param_groups[0]["params"], strict=True):
+        assert torch.equal(first.state[p]["average"], second.state[q]["average"])
+
+
 def test_load_hooks_see_tensors_and_may_rename():
     """S5: a user's pre-hook reorders a state saved for other parameters; ours comes after it."""
     first = run(make_parameters(), make_gradients(4), **SETTINGS)

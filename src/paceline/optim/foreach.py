@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import RATIOS, At, Slot, at_step, gain_limit, seed_average_, shares, stays_on_device
+from paceline.optim.rule import (
+    RATIOS,
+    At,
+    Slot,
+    Terms,
+    at_step,
+    gain_limit,
+    seed_average_,
+    shares,
+    stays_on_device,
+)
 from paceline.optim.sharded import mesh_of
 
 # 64 MiB of float32: large enough that launches do not count, small beside any model worth the path.
@@ -110,19 +120,11 @@ def _gains_(denominators: list[Tensor], chunk: list[Slot], ats: list[At], recipe
     """The gain of every coordinate, written over `denominators` where the precision allows."""
     gains = []
     for i, (slot, at) in enumerate(zip(chunk, ats, strict=True)):
-        denominator = denominators[i].to(slot.average.dtype)
-        denominators[i] = denominator  # drops the low-precision one
-        ratio = RATIOS[recipe.gain]
-        gains.append(
-            ratio(
-                denominator,
-                slot.exp_avg_sq,
-                at.root_correction,
-                at.lr,
-                recipe.pullback_strength,
-                denominator,
-            )
-        )
+        # Replaced in the list, so that a low-precision one is freed at once.
+        denominator = denominators[i] = denominators[i].to(slot.average.dtype)
+        strength, root = recipe.pullback_strength, at.root_correction
+        terms = Terms(denominator, slot.exp_avg_sq, root, at.lr, strength, out=denominator)
+        gains.append(RATIOS[recipe.gain](terms))
     torch._foreach_mul_(gains, _each(ats, "rate"))
     torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))
     if isinstance(ats[0].pulling, Tensor):

@@ -26,61 +26,51 @@ def averaging_rate(t: Scalar, power: float, offset: float = 1.0, scale: float = 
 
 # --- The gain -------------------------------------------------------------------------------------
 # One coordinate is pulled by gain = min(rate · ratio, max_gain), λ_{t,i} in Algorithm 1. The three
-# functions below are the dimensionless ratio R_i. Each returns a tensor shaped like `denominator`,
-# √v̂ + ε, and may write it into `out`, which may be `denominator` itself. A fourth gain is one more
-# function and one more row in `RATIOS`.
+# functions below are the dimensionless ratio R_i. A fourth gain is one more function and one more row
+# in `RATIOS`.
 
 
-def paper_ratio(
-    denominator: Tensor,
-    exp_avg_sq: Tensor,
-    root_correction: Scalar,
-    lr: Scalar,
-    strength: float,
-    out: Tensor | None,
-) -> Tensor:
+class Terms(NamedTuple):
+    """What a ratio may be made of."""
+
+    denominator: Tensor  # √v̂ + ε, at least float32
+    exp_avg_sq: Tensor  # v, same shape
+    root_correction: Scalar  # √(1 − β₂ᵗ)
+    lr: Scalar  # η in force at this step
+    strength: float
+    out: Tensor | None  # where to write the ratio, shaped like denominator and perhaps denominator itself
+
+
+def paper_ratio(terms: Terms) -> Tensor:
     """R_i = η c / (√v̂_i + ε): the paper's, with c in units of curvature."""
-    del exp_avg_sq, root_correction
     # Finite also for c = inf: inf · 0 would be NaN where v̂ has overflowed. The gain is clipped anyway.
-    limit = torch.finfo(denominator.dtype).max
-    scale = lr * strength
+    limit = torch.finfo(terms.denominator.dtype).max
+    scale = terms.lr * terms.strength
     scale = scale.clamp(max=limit) if isinstance(scale, Tensor) else min(scale, limit)
-    return torch.mul(torch.reciprocal(denominator, out=out), scale, out=out)
+    return torch.mul(torch.reciprocal(terms.denominator, out=terms.out), scale, out=terms.out)
 
 
-def uniform_ratio(
-    denominator: Tensor,
-    exp_avg_sq: Tensor,
-    root_correction: Scalar,
-    lr: Scalar,
-    strength: float,
-    out: Tensor | None,
-) -> Tensor:
+def uniform_ratio(terms: Terms) -> Tensor:
     """R_i = R: the stylised update, and the only form for a base without second moments."""
-    del exp_avg_sq, root_correction, lr
-    return (torch.empty_like(denominator) if out is None else out).fill_(strength)
+    out = torch.empty_like(terms.denominator) if terms.out is None else terms.out
+    return out.fill_(terms.strength)
 
 
-def relative_ratio(
-    denominator: Tensor,
-    exp_avg_sq: Tensor,
-    root_correction: Scalar,
-    lr: Scalar,
-    strength: float,
-    out: Tensor | None,
-) -> Tensor:
+def relative_ratio(terms: Terms) -> Tensor:
     """R_i = R · clip(rms(√v̂) / (√v̂_i + ε), ¼, 4): blind to loss scale, learning rate and size."""
-    del lr
     # A NaN or Inf gradient spoils its own coordinate, not the whole tensor's mean.
-    spared = exp_avg_sq.to(denominator.dtype).nan_to_num(nan=0.0, posinf=0.0)
-    rms = spared.mean().sqrt() / root_correction
+    spared = terms.exp_avg_sq.to(terms.denominator.dtype).nan_to_num(nan=0.0, posinf=0.0)
+    rms = spared.mean().sqrt() / terms.root_correction
     del spared
-    spread = torch.mul(torch.reciprocal(denominator, out=out), rms, out=out)
-    return torch.mul(torch.clamp(spread, 0.25, 4.0, out=out), strength, out=out)
+    spread = torch.mul(torch.reciprocal(terms.denominator, out=terms.out), rms, out=terms.out)
+    return torch.mul(torch.clamp(spread, 0.25, 4.0, out=terms.out), terms.strength, out=terms.out)
 
 
-Ratio = Callable[[Tensor, Tensor, Scalar, Scalar, float, Tensor | None], Tensor]
-RATIOS: dict[Gain, Ratio] = {"paper": paper_ratio, "uniform": uniform_ratio, "relative": relative_ratio}
+RATIOS: dict[Gain, Callable[[Terms], Tensor]] = {
+    "paper": paper_ratio,
+    "uniform": uniform_ratio,
+    "relative": relative_ratio,
+}
 
 
 def gain_limit(recipe: Recipe, dtype: torch.dtype) -> float:
@@ -241,8 +231,7 @@ def _kept(tensor: Tensor, recipe: Recipe) -> Tensor:
 
 def _gain(denominator: Tensor, exp_avg_sq: Tensor, at: At, recipe: Recipe) -> Tensor:
     """λ_{t,i} = min(β_t R_i, max_gain), 0 on a device step that pulls nothing."""
-    ratio = RATIOS[recipe.gain](
-        denominator, exp_avg_sq, at.root_correction, at.lr, recipe.pullback_strength, None
-    )
+    terms = Terms(denominator, exp_avg_sq, at.root_correction, at.lr, recipe.pullback_strength, out=None)
+    ratio = RATIOS[recipe.gain](terms)
     gain = (ratio * at.rate).clamp(max=gain_limit(recipe, ratio.dtype))
     return torch.where(at.pulling, gain, 0.0) if isinstance(at.pulling, Tensor) else gain
