@@ -193,9 +193,7 @@ def test_an_adamw_checkpoint_goes_on_with_averages_from_the_loaded_weights(forea
 
     if not weights_after_state:
         load_weights()
-    with pytest.warns(
-        UserWarning, match=r"no 'average' average for 4 parameter.*starts from the live"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"no 'average' for 4 parameter.*starts from the live") as caught:
         pace.load_state_dict(saved)
     assert caught[0].filename == __file__
     if weights_after_state:
@@ -296,7 +294,7 @@ def test_entries_of_others_in_the_state_are_left_alone():
 def test_a_missing_returned_average_starts_from_the_control_average():
     first = run(make_parameters(), make_gradients(5), pullback_strength=30.0)
     second = PACE(make_parameters(), return_power=0.9)
-    with pytest.warns(UserWarning, match="no 'returned' average for 4 parameter.*from the control average"):
+    with pytest.warns(UserWarning, match="no 'returned' for 4 parameter.*from the control average"):
         second.load_state_dict(first.state_dict())
     assert second.param_groups[0]["return_power"] == 0.9
     for p in second.param_groups[0]["params"]:
@@ -685,7 +683,7 @@ def test_a_plain_state_is_not_loaded_while_the_average_is_shown():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_first", [True, False])
-@pytest.mark.parametrize("then", ["step", "eval"])
+@pytest.mark.parametrize("then", ["step", "eval", "save"])
 def test_saved_while_shown_resumes_from_live_in_either_order(model_first, then, dtype):
     """The model's part of such a checkpoint is the average; torch's set_state_dict loads it last."""
     model = Net(dtype)
@@ -701,12 +699,24 @@ def test_saved_while_shown_resumes_from_live_in_either_order(model_first, then, 
     assert_same_bits(everything(optimizer), everything(resumed))
     if not model_first:
         again.load_state_dict(saved["model"])
+    if then == "save":  # before anything else: the saved state must know that the average is shown
+        weights, state = copy.deepcopy(again.state_dict()), copy.deepcopy(resumed.state_dict())
+        again = Net(dtype, seed=6)
+        resumed = PACE(again.parameters(), **SETTINGS)
+        again.load_state_dict(weights)
+        resumed.load_state_dict(state)
     if then == "eval":
         resumed.eval()
         resumed.train()
         assert_same_bits(everything(optimizer), everything(resumed))
     advance(optimizer, list(model.parameters()), make_gradients(3, seed=2))
-    advance(resumed, list(again.parameters()), make_gradients(3, seed=2))
+    if then == "step" and not model_first:
+        set_gradients(list(again.parameters()), make_gradients(3, seed=2)[0])
+        with pytest.warns(UserWarning, match="loaded after the optimizer"):
+            resumed.step()
+        advance(resumed, list(again.parameters()), make_gradients(3, seed=2)[1:])
+    else:
+        advance(resumed, list(again.parameters()), make_gradients(3, seed=2))
     assert_same_bits(everything(optimizer), everything(resumed))
 
 
@@ -723,6 +733,67 @@ def test_saved_while_shown_and_other_weights_loaded_after_it_count():
         assert torch.equal(p, q)
 
 
+OPTIONS = [
+    StateDictOptions(),
+    StateDictOptions(flatten_optimizer_state_dict=True),
+    StateDictOptions(full_state_dict=True),
+    StateDictOptions(cpu_offload=True),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_fresh_optimizer_in_eval_mode_takes_a_checkpoint(options):
+    """Trainers call eval() early; what is loaded then is live, in either order."""
+    model = Net()
+    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
+    advance(optimizer, list(model.parameters()), make_gradients(5))
+    optimizer.zero_grad()
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    again = Net(seed=5)
+    resumed = PACE(again.parameters(), **SETTINGS)
+    resumed.eval()
+    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state, options=options)
+    resumed.train()
+    assert_same_bits(everything(optimizer), everything(resumed))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_dcp_does_not_mix_our_own_entries_into_a_checkpoint(options):
+    """full_state_dict fills what a checkpoint lacks with the values at hand, a flat one with {}."""
+    model = Net()
+    optimizer = PACE(model.parameters(), lr=1e-2, pullback_strength=30.0)
+    advance(optimizer, list(model.parameters()), make_gradients(5))
+    optimizer.zero_grad()
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    again = Net(seed=5)
+    wider = PACE(again.parameters(), return_power=0.9)
+    with pytest.warns(UserWarning, match="no 'returned' for 4"):
+        set_optimizer_state_dict(again, wider, state, options=options)
+    for p in again.parameters():
+        assert torch.equal(wider.state[p]["returned"], wider.state[p]["average"])
+    optimizer.eval()
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match="hold the average now"):
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    assert_same_bits(before, everything(optimizer))
+
+
+def test_a_load_in_inference_mode_and_a_state_carried_from_adamw():
+    optimizer = run(make_parameters(), make_gradients(2))
+    with torch.inference_mode():
+        optimizer.load_state_dict(optimizer.state_dict())
+    advance(optimizer, optimizer.param_groups[0]["params"], make_gradients(1))
+    parameters = make_parameters()
+    adamw = torch.optim.AdamW(parameters)
+    advance(adamw, parameters, make_gradients(2))
+    pace = PACE(parameters)
+    for p in parameters:
+        pace.state[p] = dict(adamw.state[p])
+    reset_average(pace)
+    advance(pace, parameters, make_gradients(1))
+    assert pace.state[parameters[0]]["step"].item() == 3
+
+
 def test_dcp_set_state_dict_of_a_shown_state_resumes_from_live():
     model = Net()
     optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
@@ -733,6 +804,8 @@ def test_dcp_set_state_dict_of_a_shown_state_resumes_from_live():
     again = Net(seed=5)
     resumed = PACE(again.parameters(), **SETTINGS)
     set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state)
+    resumed.train()
+    assert_same_bits(everything(optimizer), everything(resumed))
     advance(optimizer, list(model.parameters()), make_gradients(3, seed=2))
     advance(resumed, list(again.parameters()), make_gradients(3, seed=2))
     assert_same_bits(everything(optimizer), everything(resumed))

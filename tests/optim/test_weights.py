@@ -484,6 +484,14 @@ def test_saved_file_loads_plainly_and_says_what_it_holds(target, dtype, tmp_path
     assert_same_bits(live, everything(optimizer))
 
 
+def test_buffers_that_share_memory_are_saved(tmp_path):
+    model, optimizer = trained()
+    model.register_buffer("table", torch.arange(6.0))
+    model.register_buffer("square", model.table.view(2, 3))
+    loaded = load_file(save_averaged(model, optimizer, tmp_path))
+    assert torch.equal(loaded["square"], loaded["table"].view(2, 3))
+
+
 def test_a_save_replaces_the_file_whole(tmp_path):
     """Someone reading the old file goes on reading the old file."""
     model, optimizer = trained()

@@ -84,6 +84,7 @@ def admit(notes: list[str], optimizer: Optimizer, state_dict: dict[str, Any]) ->
         _note_of_other_updates(notes, saved)
         for i, (parameter, key) in enumerate(zip(own["params"], saved["params"])):
             if key in state:
+                state[key] = _without_leftovers(state[key], saved)
                 name, entries = name_of(own, number, i), state[key]
                 check_loadable(parameter, entries, name)
                 _check_live(entries, saved, optimizer.state.get(parameter, {}), name)
@@ -98,6 +99,17 @@ def admit(notes: list[str], optimizer: Optimizer, state_dict: dict[str, Any]) ->
         "param_groups": groups,
         "state": {k: Saved(v) if isinstance(v, dict) else v for k, v in state.items()},
     }
+
+
+def _without_leftovers(entries: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Only what the checkpoint had. torch.distributed.checkpoint may fill keys of ours that it lacks,
+    with our own values (full_state_dict) or with an empty dict (flattened); its groups tell."""
+    never = set()
+    if saved.get("parameters_hold") == "live":
+        never.add("live")
+    if "return_power" in saved and saved["return_power"] is None:
+        never.add("returned")
+    return {k: v for k, v in entries.items() if k not in never and not (isinstance(v, dict) and not v)}
 
 
 def _wanted(settings: dict[str, Any]) -> set[str]:
@@ -140,4 +152,4 @@ def _note_of_missing(notes: list[str], without: dict[str, list[str]]) -> None:
     for key, names in without.items():
         if names:
             whose = f"{len(names)} parameter(s), first {names[0]}"
-            notes.append(f"the loaded state has no '{key}' average for {whose}; {ends[key]}")
+            notes.append(f"the loaded state has no '{key}' for {whose}; {ends[key]}")

@@ -167,6 +167,12 @@ class PACE(Optimizer):
             raise RuntimeError(
                 "step() inside averaged_weights: the parameters hold the average; step outside"
             )
+        if self._notice_stale_load():
+            warnings.warn(
+                "the model was loaded after the optimizer, from a checkpoint of the average; this gradient "
+                "was taken at the average. Call optimizer.train() after loading, or load the model first",
+                stacklevel=4,
+            )
         self._put_live_back()
         loss = None
         if closure is not None:
@@ -209,9 +215,9 @@ class PACE(Optimizer):
     @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters, until `train()` or the next `step()`."""
+        self._notice_stale_load()
         if self.shows_average():
             return
-        self._undo_stale_load()
         self._mark("average")
         try:
             for parameter, _ in list(self.returned_averages()):
@@ -228,13 +234,13 @@ class PACE(Optimizer):
         self._put_live_back()
 
     def _put_live_back(self) -> None:
-        if self._loaded_live or self.shows_average():
+        self._notice_stale_load()
+        if self.shows_average():
             self._restore_live()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _restore_live(self) -> None:
-        self._undo_stale_load()
         # Backwards, so that parameters sharing one storage end as they began.
         for parameter in reversed(list(self._members())):
             state = self.state.get(parameter, {})
@@ -242,17 +248,23 @@ class PACE(Optimizer):
                 weights.show_live_(parameter, state, returned_key(state))
         self._mark("live")
 
-    def _undo_stale_load(self) -> None:
-        """Put loaded live weights back if a model checkpoint, made of the average, was loaded over them.
+    def _notice_stale_load(self) -> bool:
+        """Whether a model checkpoint made of the average was loaded over live weights that came with ours.
 
         A checkpoint taken while the average was shown has the average in the model's part and live in
-        ours; torch's set_state_dict loads ours first.
+        the optimizer's; torch's set_state_dict loads the model's last. The average is then shown again.
         """
-        for parameter, live in self._loaded_live.items():
-            state = self.state[parameter]
-            if same_values(parameter.detach(), state[returned_key(state)].to(parameter.dtype)):
-                parameter.copy_(live)
-        self._loaded_live.clear()
+        loaded, self._loaded_live = self._loaded_live, {}
+        stale = False
+        for parameter, live in loaded.items():
+            state = self.state.get(parameter, {})
+            average = state.get(returned_key(state))
+            if average is not None and same_values(parameter.detach(), average.to(parameter)):
+                state["live"] = live
+                stale = True
+        if stale:
+            self._mark("average")
+        return stale
 
     def _mark(self, held: str) -> None:
         for group in self.param_groups:
@@ -262,6 +274,7 @@ class PACE(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. While the parameters hold the average, it also has the `live` weights."""
+        self._notice_stale_load()
         with self.register_state_dict_post_hook(_settle, prepend=True):
             self._refresh_unseeded()
             return super().state_dict()
@@ -287,10 +300,12 @@ class PACE(Optimizer):
         for note in notes:
             warnings.warn(note, stacklevel=2)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _adopt(self, state: dict[Any, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Take in a state that `admit` let pass and torch mapped to our parameters."""
-        showed = self.shows_average()
+        # A fresh optimizer in eval mode shows nothing yet; what is loaded next is live.
+        showed = any("live" in self.state.get(parameter, {}) for parameter in self._members())
         self._put_live_back()
         self.param_groups = param_groups
         self._mark("live")
@@ -328,7 +343,8 @@ def reset_average(optimizer: PACE) -> None:
     """
     weights.keeper_of(optimizer).train()
     for state in optimizer.state.values():
-        state["unseeded"] = torch.tensor(True)
+        if "average" in state:
+            state["unseeded"] = torch.tensor(True)
 
 
 def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -71,6 +71,8 @@ def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: i
                 f"{kind}; reload the state or build a new optimizer"
             )
         state.update(allocate(live, group))
+    if "average" not in state:  # AdamW's state, carried over by hand
+        state["average"] = live.detach().to(average_dtype(live), copy=True)
     if group["return_power"] is None:
         state.pop("returned", None)
     elif "returned" not in state:

@@ -212,7 +212,7 @@ def _renamer(model: nn.Module) -> Callable[[str], str]:
     wrapped = {
         f"{path}.module".lstrip(".")
         for path, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel)
+        if isinstance(module, DistributedDataParallel | nn.DataParallel)
     }
 
     def rename(name: str) -> str:
@@ -230,7 +230,7 @@ def _renamer(model: nn.Module) -> Callable[[str], str]:
 def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
         children = dict(model.named_children())
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel | nn.DataParallel):
             model = model.module
         elif list(children) == ["_orig_mod"]:
             model = children["_orig_mod"]
@@ -302,9 +302,11 @@ def _write_safetensors(weights: dict[str, Any], path: Path) -> None:
     # safetensors refuses shared tensors; tied weights are written under each of their names, so that
     # plain load_state_dict works.
     tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
     for name, value in weights.items():
-        shared = any(value is other for other in tensors.values())
-        tensors[name] = value.clone() if shared else value.contiguous()
+        storage = value.untyped_storage().data_ptr()
+        tensors[name] = value.contiguous().clone() if storage in storages else value.contiguous()
+        storages.add(storage)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
