@@ -1,6 +1,7 @@
-"""Parameters, gradients and settings that many tests share."""
+"""Parameters, gradients, models and settings that many tests share."""
 
 import torch
+from torch import nn
 
 from paceline import PACE
 
@@ -106,3 +107,48 @@ def peak_bytes(action):
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+SETTINGS = {"pullback_strength": 30.0, "update_every": 2, "return_power": 0.9}
+
+
+class Net(nn.Module):
+    """The parameters of `make_parameters`, named p0 to p3."""
+
+    def __init__(self, dtype=torch.float32, seed=0):
+        super().__init__()
+        for i, parameter in enumerate(make_parameters(seed=seed, dtype=dtype)):
+            self.register_parameter(f"p{i}", nn.Parameter(parameter.detach()))
+
+
+class Tied(nn.Module):
+    """Embedding and output share a weight; one layer is frozen; there are BatchNorm buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.out(torch.tanh(self.frozen(self.norm(self.embed(tokens)))))
+
+
+def train(model, optimizer, steps=10, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(7, (16,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).float(), (tokens + 1) % 7).backward()
+        optimizer.step()
+
+
+def trained(dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    optimizer = PACE(model.parameters(), lr=3e-2, pullback_strength=0.1, **settings)
+    train(model, optimizer)
+    return model, optimizer
