@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.optim import (
+        BEMA,
         PACE,
+        Averages,
+        Blend,
+        FixedDecay,
+        HalfLife,
+        Polynomial,
+        PowerLaw,
+        Pullback,
         averaged_state_dict,
         averaged_weights,
+        parameter_groups,
         reset_average,
         save_averaged,
     )
@@ -18,10 +27,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BEMA",
     "PACE",
+    "Averages",
+    "Blend",
+    "FixedDecay",
+    "HalfLife",
+    "Polynomial",
+    "PowerLaw",
+    "Pullback",
     "__version__",
     "averaged_state_dict",
     "averaged_weights",
+    "parameter_groups",
     "reset_average",
     "save_averaged",
 ]

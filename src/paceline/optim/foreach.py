@@ -4,8 +4,8 @@ A step holds at most two temporaries of one chunk's size (one more of a single t
 gain="relative"); chunks have at most `CHUNK_ELEMENTS` elements unless one tensor alone has more.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,19 @@ from paceline.optim.sharded import mesh_of
 # 64 MiB of float32: large enough that launches do not count, small beside any model worth the path.
 CHUNK_ELEMENTS = 2**24
 
+T = TypeVar("T")
+
+
+class Lists(NamedTuple):
+    """What the control of one chunk touches, a list entry a tensor."""
+
+    lives: list[Tensor]  # modified
+    averages: list[Tensor]  # modified
+    returned: list[Tensor]  # modified; empty without return_power
+    gaps: list[Tensor]  # average − live before the base step; empty under "lookahead"; used up
+    denominators: list[Tensor]  # √v̂ + ε; used up
+    exp_avg_sqs: list[Tensor]  # v
+
 
 def foreach_step_(slots: Sequence[Slot], recipe: Recipe) -> None:
     """One step for all slots of a parameter group, in place."""
@@ -36,13 +49,9 @@ def foreach_step_(slots: Sequence[Slot], recipe: Recipe) -> None:
 
 
 def _chunks(slots: Iterable[Slot], recipe: Recipe) -> Iterator[list[Slot]]:
-    """Slots that one foreach call can take together: one device, dtype, mesh and step count."""
-    alike: dict[tuple[object, ...], list[Slot]] = {}
-    for slot in slots:
-        t = None if stays_on_device(recipe) else slot.step.item()
-        key = (slot.live.device, slot.live.dtype, mesh_of(slot.live), t)
-        alike.setdefault(key, []).append(slot)
-    for group in alike.values():
+    """Slots that one foreach call can take together, and not too many at once."""
+    on_device = stays_on_device(recipe)
+    for group in alike(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
         chunk: list[Slot] = []
         size = 0
         for slot in group:
@@ -54,15 +63,23 @@ def _chunks(slots: Iterable[Slot], recipe: Recipe) -> Iterator[list[Slot]]:
         yield chunk
 
 
+def alike(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> list[list[T]]:
+    """Items by device, dtype and mesh of their tensor and whatever else `key` gives."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        tensor, rest = key(item)
+        groups.setdefault((tensor.device, tensor.dtype, mesh_of(tensor), rest), []).append(item)
+    return list(groups.values())
+
+
 def _step_chunk_(chunk: list[Slot], recipe: Recipe) -> None:
     lives, grads, exp_avgs, exp_avg_sqs, averages = (list(column) for column in list(zip(*chunk))[:5])
     at = at_step(chunk[0].step, recipe)
     # On the host all steps of a chunk are equal; on the device nobody knows.
     ats = [at_step(slot.step, recipe) for slot in chunk] if stays_on_device(recipe) else [at] * len(chunk)
     beta1, beta2 = recipe.betas
-    lookahead = recipe.gap == "lookahead"
     _seed_averages_(chunk, ats)
-    gaps = [] if at.pulling is False or lookahead else list(torch._foreach_sub(averages, lives))
+    gaps = gaps_of(averages, lives, ats, recipe)
 
     if recipe.maximize:
         grads = list(torch._foreach_neg(grads))
@@ -72,9 +89,7 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe) -> None:
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
     del grads
-    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
-    torch._foreach_div_(denominators, _each(ats, "root_correction"))
-    torch._foreach_add_(denominators, recipe.eps)
+    denominators = denominators_of(exp_avg_sqs, ats, recipe.eps)
     if isinstance(at.step_size, Tensor):
         scaled = torch._foreach_div(denominators, _each(ats, "step_size"))
         torch._foreach_addcdiv_(lives, exp_avgs, scaled)
@@ -82,24 +97,47 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe) -> None:
     else:
         torch._foreach_addcdiv_(lives, exp_avgs, denominators, at.step_size)
 
-    if at.averaging is False:
-        return
+    if at.averaging is not False:
+        returned = [slot.returned for slot in chunk if slot.returned is not None]
+        control_(Lists(lives, averages, returned, gaps, denominators, exp_avg_sqs), ats, recipe)
+
+
+def gaps_of(averages: list[Tensor], lives: list[Tensor], ats: list[At], recipe: Recipe) -> list[Tensor]:
+    """Average − live before the base step, where the pull will need it."""
+    if ats[0].pulling is False or recipe.gap == "lookahead":
+        return []
+    return list(torch._foreach_sub(averages, lives))
+
+
+def denominators_of(exp_avg_sqs: list[Tensor], ats: list[At], eps: float) -> list[Tensor]:
+    """√v̂ + ε."""
+    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+    torch._foreach_div_(denominators, _each(ats, "root_correction"))
+    torch._foreach_add_(denominators, eps)
+    return denominators
+
+
+def control_(lists: Lists, ats: list[At], recipe: Recipe) -> None:
+    """What follows the base step: pull live, which holds the raw step by now, and move the averages."""
+    lives, averages, returned, gaps, denominators, exp_avg_sqs = lists
+    lookahead = recipe.gap == "lookahead"
     if lookahead:
-        _move_averages_(averages, lives, _each(ats, "rate"))
-    if at.pulling is not False:
-        gains = _gains_(denominators, chunk, ats, recipe)
+        move_averages_(averages, lives, _each(ats, "rate"))
+    if ats[0].pulling is not False:
+        gains = _gains_(denominators, exp_avg_sqs, averages, ats, recipe)
         if lookahead:
             _lerp_lives_(lives, averages, gains)
         else:
             torch._foreach_mul_(gaps, gains)
             torch._foreach_add_(lives, gaps)
         del gains
-    del gaps, denominators
+    # Freed before the averages' own temporaries.
+    gaps.clear()
+    denominators.clear()
     if not lookahead:
-        _move_averages_(averages, lives, _each(ats, "rate"))
-    if recipe.return_power is not None:
-        returned = [slot.returned for slot in chunk if slot.returned is not None]
-        _move_averages_(returned, lives, _each(ats, "return_rate"))
+        move_averages_(averages, lives, _each(ats, "rate"))
+    if returned:
+        move_averages_(returned, lives, _each(ats, "return_rate"))
 
 
 def _seed_averages_(chunk: list[Slot], ats: list[At]) -> None:
@@ -116,14 +154,20 @@ def _each(ats: list[At], name: str) -> list[Any]:
     return [getattr(at, name) for at in ats]
 
 
-def _gains_(denominators: list[Tensor], chunk: list[Slot], ats: list[At], recipe: Recipe) -> list[Tensor]:
+def _gains_(
+    denominators: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    averages: list[Tensor],
+    ats: list[At],
+    recipe: Recipe,
+) -> list[Tensor]:
     """The gain of every coordinate, written over `denominators` where the precision allows."""
     gains = []
-    for i, (slot, at) in enumerate(zip(chunk, ats, strict=True)):
+    for i, at in enumerate(ats):
         # Replaced in the list, so that a low-precision one is freed at once.
-        denominator = denominators[i] = denominators[i].to(slot.average.dtype)
+        denominator = denominators[i] = denominators[i].to(averages[i].dtype)
         strength, root = recipe.pullback_strength, at.root_correction
-        terms = Terms(denominator, slot.exp_avg_sq, root, at.lr, strength, out=denominator)
+        terms = Terms(denominator, exp_avg_sqs[i], root, at.lr, strength, out=denominator)
         gains.append(RATIOS[recipe.gain](terms))
     torch._foreach_mul_(gains, _each(ats, "rate"))
     torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))
@@ -141,7 +185,7 @@ def _lerp_lives_(lives: list[Tensor], averages: list[Tensor], gains: list[Tensor
         torch._foreach_copy_(lives, wide)
 
 
-def _move_averages_(averages: list[Tensor], lives: list[Tensor], rates: list[Any]) -> None:
+def move_averages_(averages: list[Tensor], lives: list[Tensor], rates: list[Any]) -> None:
     """`move_average_` for many: one rate on the host, one each on the device."""
     if isinstance(rates[0], Tensor):
         keeps, moves = (list(column) for column in zip(*(shares(rate, averages[0].dtype) for rate in rates)))

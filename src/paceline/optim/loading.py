@@ -1,26 +1,101 @@
-"""Taking in a saved state: PACE's own or torch.optim.AdamW's, checked as a whole, in its own precision."""
+"""Taking in a saved state, checked as a whole, in its own precision."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.optim import recipe
-from paceline.optim.state import average_dtype, name_of, step_device
-
-_SHAPED = ("exp_avg", "exp_avg_sq", "average", "returned", "live")
+from paceline.optim.state import State, average_dtype, name_of, step_device
 
 
-def check_loadable(live: Tensor, saved: dict[str, Any], name: str) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """What one kind of optimizer saves, and what it takes in."""
+
+    prefix: str = ""
+    """Of its own entries in the state of a parameter; the others belong to the optimizer underneath."""
+    required: tuple[str, ...] = ("step",)
+    """Own entries without which a parameter's state cannot be used."""
+    reads: str
+    """Whose states it loads, for messages."""
+    check: Callable[[dict[str, Any]], None]
+    """Raises ValueError if a setting of a group is out of range."""
+    wanted: Callable[[dict[str, Any]], set[str]]
+    """The averages that a parameter of a group with these settings must have."""
+    ignored: frozenset[str] = frozenset()
+    """Settings of others that are of no use here."""
+
+    @property
+    def hold(self) -> str:
+        """The group entry that says which weights the parameters held: "live" or not."""
+        return f"{self.prefix}parameters_hold"
+
+
+class Saved:
+    """A saved state of one parameter, opaque to torch, which would cast a tensor it can see."""
+
+    def __init__(self, entries: dict[str, Any], prefix: str) -> None:
+        self.own = {k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)}
+        self.base = {k: v for k, v in entries.items() if not k.startswith(prefix)}
+
+
+def admit(
+    notes: list[str],
+    format: Format,
+    memory: Mapping[Tensor, State],
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+) -> dict[str, Any]:
+    """Check a state dict as a whole, fill in settings it lacks, and shield its tensors from casts.
+
+    Adds to `notes` what the user should hear once the state is in.
+    """
+    groups, state = [], dict(state_dict["state"])
+    # Only what belongs to a parameter: what others keep under names of their own passes through.
+    for key in (key for saved in state_dict["param_groups"] for key in saved["params"]):
+        if isinstance(state.get(key), dict):
+            state[key] = Saved(state[key], format.prefix)
+    without: dict[str, list[str]] = {}
+    for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"])):
+        settings = {k: v for k, v in own.items() if k not in ("params", "param_names")}
+        settings |= {k: v for k, v in saved.items() if k not in format.ignored}
+        if settings.get("return_power") is None and "return_power" in own:
+            settings["return_power"] = own["return_power"]  # a state from before it was asked for
+        format.check(settings)
+        groups.append(settings)
+        wanted = format.wanted(settings)
+        shaped = {*format.required, *wanted, "average", "returned", "live"} - {"step"}
+        if format.ignored:
+            _note_of_other_updates(notes, saved)
+        for i, (parameter, key) in enumerate(zip(own["params"], saved["params"])):
+            if isinstance(state.get(key), Saved):
+                name, entry = name_of(own, number, i), state[key]
+                entry.own = _without_leftovers(entry.own, saved, format)
+                # Nothing of ours: the state of the optimizer underneath, alone.
+                if entry.own or not format.prefix:
+                    check_loadable(parameter, entry.own, name, format, shaped)
+                    _check_live(entry.own, saved, memory.get(parameter, {}), name, format)
+                if not entry.own or entry.own["step"] > 0:
+                    for average in wanted - entry.own.keys():
+                        without.setdefault(average, []).append(name)
+    _note_of_missing(notes, without)
+    # What torch refuses next (another number of groups or parameters) must reach it unchanged.
+    groups += state_dict["param_groups"][len(groups) :]
+    return {**state_dict, "param_groups": groups, "state": state}
+
+
+def check_loadable(live: Tensor, saved: dict[str, Any], name: str, format: Format, shaped: set[str]) -> None:
     """Raise ValueError if a saved state cannot belong to this parameter."""
-    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]
+    missing = [key for key in format.required if key not in saved]
     if missing:
         raise ValueError(
             f"the saved state of {name} lacks {', '.join(missing)} (it has: {', '.join(saved)}); "
-            "PACE loads its own states and those of torch.optim.AdamW"
+            f"{format.reads}"
         )
-    for key in _SHAPED:
+    for key in shaped:
         if key in saved and saved[key].shape != live.shape:
             raise ValueError(
                 f"the saved {key} of {name} has shape {tuple(saved[key].shape)}, the parameter has "
@@ -35,98 +110,55 @@ def check_loadable(live: Tensor, saved: dict[str, Any], name: str) -> None:
         )
 
 
-def take_in(live: Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+def take_in(live: Tensor, own: dict[str, Any], group: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
     """The saved values in their saved precision, copied: two optimizers never share a tensor."""
     state = {
         key: value.detach().to(live.device, copy=True) if isinstance(value, Tensor) else value
-        for key, value in saved.items()
+        for key, value in own.items()
         if key not in ("step", "live", *_ADAMW_ONLY_STATE)
     }
-    step = saved["step"]
+    step = own["step"]
     count = step.detach() if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float64)
     state["step"] = count.to(step_device(live, group), torch.float64, copy=True)
-    if "average" not in state:
-        state["average"] = live.detach().to(average_dtype(live), copy=True)
-        state["unseeded"] = torch.tensor(True)
-    if group["return_power"] is None:
+    if "returned" not in wanted:
         state.pop("returned", None)
-    elif "returned" not in state:
+    elif "returned" not in state and "average" in state:
         state["returned"] = state["average"].clone()
+    for key in wanted - state.keys():
+        state[key] = live.detach().to(average_dtype(live), copy=True)
+        state["unseeded"] = torch.tensor(True)
     return state
 
 
-class Saved:
-    """A saved state of one parameter, opaque to torch, which would cast a tensor it can see."""
-
-    def __init__(self, entries: dict[str, Any]) -> None:
-        self.entries = entries
-
-
 # Of torch.optim.AdamW, and of no use here.
-_ADAMW_ONLY_SETTINGS = {"amsgrad", "fused", "decoupled_weight_decay"}
+ADAMW_ONLY_SETTINGS = frozenset({"amsgrad", "fused", "decoupled_weight_decay"})
 _ADAMW_ONLY_STATE = {"max_exp_avg_sq"}
 
 
-def admit(notes: list[str], optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Check a state dict as a whole, fill in settings it lacks, and shield its tensors from casts.
-
-    Adds to `notes` what the user should hear once the state is in.
-    """
-    groups, state = [], dict(state_dict["state"])
-    without: dict[str, list[str]] = {"average": [], "returned": []}
-    for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"])):
-        settings = {k: v for k, v in own.items() if k not in ("params", "param_names")}
-        settings |= {k: v for k, v in saved.items() if k not in _ADAMW_ONLY_SETTINGS}
-        if settings["return_power"] is None:  # a state from before it was asked for does not undo it
-            settings["return_power"] = own["return_power"]
-        recipe.check(settings)
-        groups.append(settings)
-        _note_of_other_updates(notes, saved)
-        for i, (parameter, key) in enumerate(zip(own["params"], saved["params"])):
-            if key in state:
-                state[key] = _without_leftovers(state[key], saved)
-                name, entries = name_of(own, number, i), state[key]
-                check_loadable(parameter, entries, name)
-                _check_live(entries, saved, optimizer.state.get(parameter, {}), name)
-                if entries["step"] > 0:
-                    for average in _wanted(settings) - entries.keys():
-                        without[average].append(name)
-    _note_of_missing(notes, without)
-    # What torch refuses next (another number of groups or parameters) must reach it unchanged.
-    groups += state_dict["param_groups"][len(groups) :]
-    return {
-        **state_dict,
-        "param_groups": groups,
-        "state": {k: Saved(v) if isinstance(v, dict) else v for k, v in state.items()},
-    }
-
-
-def _without_leftovers(entries: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def _without_leftovers(own: dict[str, Any], saved: dict[str, Any], format: Format) -> dict[str, Any]:
     """Only what the checkpoint had. torch.distributed.checkpoint may fill keys of ours that it lacks,
     with our own values (full_state_dict) or with an empty dict (flattened); its groups tell."""
     never = set()
-    if saved.get("parameters_hold") == "live":
+    if saved.get(format.hold) == "live":
         never.add("live")
     if "return_power" in saved and saved["return_power"] is None:
         never.add("returned")
-    return {k: v for k, v in entries.items() if k not in never and not (isinstance(v, dict) and not v)}
+    return {k: v for k, v in own.items() if k not in never and not (isinstance(v, dict) and not v)}
 
 
-def _wanted(settings: dict[str, Any]) -> set[str]:
-    return {"average"} if settings["return_power"] is None else {"average", "returned"}
-
-
-def _check_live(entries: dict[str, Any], saved: dict[str, Any], own: dict[str, Any], name: str) -> None:
+def _check_live(
+    entries: dict[str, Any], saved: dict[str, Any], memory: dict[str, Any], name: str, format: Format
+) -> None:
     """Refuse what would make training go on from the average, or from weights of another time."""
     if "live" in entries:
         return
-    if saved.get("parameters_hold") == "average" and entries["step"] > 0:
+    if saved.get(format.hold, "live") != "live" and entries["step"] > 0:
         raise ValueError(
             f"this state was saved while the parameters held the average, and the live weights of {name} "
             "(its entry 'live') did not come along; nothing was loaded. Save after train() or outside "
             "averaged_weights, or call eval() before the state is read into a template"
         )
-    if "live" in own:
+    if "live" in memory:
         raise ValueError(
             f"the parameters hold the average now ({name} does), and this state has no live weights to go "
             "with it; nothing was loaded. Call train() or leave averaged_weights, then load weights and state"
@@ -143,13 +175,11 @@ def _note_of_other_updates(notes: list[str], saved: dict[str, Any]) -> None:
 
 
 def _note_of_missing(notes: list[str], without: dict[str, list[str]]) -> None:
-    ends = {
-        "average": "it starts from the live weights at the next step",
-        "returned": "it starts from the control average",
-    }
     # Where the control average is missing too, both start from live; one note is enough.
-    without["returned"] = [name for name in without["returned"] if name not in without["average"]]
+    if "average" in without:
+        without["returned"] = [n for n in without.get("returned", []) if n not in without["average"]]
     for key, names in without.items():
         if names:
+            start = "the control average" if key == "returned" else "the live weights at the next step"
             whose = f"{len(names)} parameter(s), first {names[0]}"
-            notes.append(f"the loaded state has no '{key}' for {whose}; {ends[key]}")
+            notes.append(f"the loaded state has no '{key}' for {whose}; it starts from {start}")

@@ -1,33 +1,24 @@
 """PACE as a torch optimizer: settings, groups, state, choice of path. The update itself is in rule.py."""
 
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
+from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from paceline.optim import recipe, weights
-from paceline.optim.loading import Saved, admit, take_in
+from paceline.optim.averaging import Averaging
+from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
 from paceline.optim.recipe import Gain, Gap, Recipe
-from paceline.optim.sharded import same_values
-from paceline.optim.state import (
-    allocate,
-    is_expanded,
-    is_seeded,
-    name_of,
-    returned_key,
-    take_averages,
-)
+from paceline.optim.state import State, allocate, averages_of, is_expanded, name_of, returned_key
 from paceline.optim.work import all_finite, plan
 
 
 @final
-class PACE(Optimizer):
+class PACE(Averaging):
     r"""AdamW plus a clipped, per-coordinate pull of the live weights toward their average.
 
     A drop-in for `torch.optim.AdamW` that returns the average of the training iterates and trains for
@@ -71,6 +62,14 @@ class PACE(Optimizer):
     ...     loss = model(torch.ones(4, 2)).square().mean()
     """
 
+    format = Format(
+        required=("step", "exp_avg", "exp_avg_sq"),
+        reads="PACE loads its own states and those of torch.optim.AdamW",
+        check=recipe.check,
+        wanted=averages_of,
+        ignored=ADAMW_ONLY_SETTINGS,
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -113,12 +112,8 @@ class PACE(Optimizer):
             "maximize": maximize,
             "capturable": capturable,
             "differentiable": differentiable,
-            # Not a setting: every checkpoint says which weights the parameters held when it was made.
-            "parameters_hold": "live",
         }
         recipe.check(defaults)
-        # Live weights that came with a loaded state, until the first step after it.
-        self._loaded_live: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -144,16 +139,8 @@ class PACE(Optimizer):
                 self.state[parameter] = allocate(parameter, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_loaded_live": self._loaded_live}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "defaults" not in state:  # from load_state_dict; otherwise unpickled or copied
-            state = self._adopt(**state)
-        super().__setstate__(state)
-
-    def _members(self) -> Iterator[Tensor]:
-        """Each parameter once."""
-        yield from dict.fromkeys(parameter for group in self.param_groups for parameter in group["params"])
+        names = ("_loaded_live", "_loaded_name", "_buffer_memory")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     # --- The step ---------------------------------------------------------------------------------
 
@@ -163,17 +150,7 @@ class PACE(Optimizer):
 
         After a forgotten `eval()` the live weights are put back first.
         """
-        if weights.in_block(self):
-            raise RuntimeError(
-                "step() inside averaged_weights: the parameters hold the average; step outside"
-            )
-        if self._notice_stale_load():
-            warnings.warn(
-                "the model was loaded after the optimizer, from a checkpoint of the average; this gradient "
-                "was taken at the average. Call optimizer.train() after loading, or load the model first",
-                stacklevel=4,
-            )
-        self._put_live_back()
+        self._make_ready_to_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -184,177 +161,34 @@ class PACE(Optimizer):
         if not all_finite([slot.grad for w in work if w.group["skip_nonfinite"] for slot in w.slots]):
             return loss
         for group, parameters, slots, path in work:
-            self._seed(parameters)
+            self._seed_again(parameters, group)
             if slots:
                 path(slots, Recipe.of(group))
         return loss
 
-    def _seed(self, parameters: list[Tensor]) -> None:
-        """Take averages anew where a reset or a load asked for it. At a first step the rule itself does."""
-        for parameter in parameters:
-            state = self.state[parameter]
-            if "unseeded" in state:
-                take_averages(parameter, state)
-                del state["unseeded"]
+    # --- Averages: what `Averaging` asks of us ----------------------------------------------------
 
-    # --- Which weights the parameters hold --------------------------------------------------------
+    @property
+    def _memory(self) -> defaultdict[Tensor, State]:
+        return self.state
 
-    def returned_averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter with its returned average; one whose average is still live is left out."""
-        for parameter in self._members():
-            state = self.state.get(parameter)
-            if state and is_seeded(state):
-                yield parameter, state[returned_key(state)]
+    @_memory.setter
+    def _memory(self, memory: dict[Tensor, State]) -> None:
+        self.state = defaultdict(dict, memory)
 
-    def shows_average(self) -> bool:
-        """Whether the parameters hold the average at present."""
-        return bool(self.param_groups[0]["parameters_hold"] == "average")
+    def _average(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor:
+        return state[returned_key(state)]
 
-    # Evaluation often runs in inference mode, where new tensors could not be written to later.
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def eval(self) -> None:
-        """Put the average into the parameters, until `train()` or the next `step()`."""
-        self._notice_stale_load()
-        if self.shows_average():
-            return
-        self._mark("average")
-        try:
-            for parameter, _ in list(self.returned_averages()):
-                state = self.state[parameter]
-                weights.show_average_(parameter, state, returned_key(state))
-        except BaseException:
-            self._put_live_back()
-            raise
+    def _show(self, name: str, parameter: Tensor, state: State) -> None:
+        weights.show_average_(parameter, state, returned_key(state))
 
-    def train(self) -> None:
-        """Put the live weights back into the parameters; nothing happens if they are there."""
-        if self.shows_average() and weights.in_block(self):
-            raise RuntimeError("train() inside averaged_weights: leave the block instead")
-        self._put_live_back()
+    def _hide(self, parameter: Tensor, state: State) -> None:
+        weights.show_live_(parameter, state, returned_key(state))
 
-    def _put_live_back(self) -> None:
-        self._notice_stale_load()
-        if self.shows_average():
-            self._restore_live()
+    def _take_groups(self, saved: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+        self.param_groups = groups
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _restore_live(self) -> None:
-        # Backwards, so that parameters sharing one storage end as they began.
-        for parameter in reversed(list(self._members())):
-            state = self.state.get(parameter, {})
-            if "live" in state:
-                weights.show_live_(parameter, state, returned_key(state))
-        self._mark("live")
-
-    def _notice_stale_load(self) -> bool:
-        """Whether a model checkpoint made of the average was loaded over live weights that came with ours.
-
-        A checkpoint taken while the average was shown has the average in the model's part and live in
-        the optimizer's; torch's set_state_dict loads the model's last. The average is then shown again.
-        """
-        loaded, self._loaded_live = self._loaded_live, {}
-        stale = False
-        for parameter, live in loaded.items():
-            state = self.state.get(parameter, {})
-            average = state.get(returned_key(state))
-            if average is not None and same_values(parameter.detach(), average.to(parameter)):
-                state["live"] = live
-                stale = True
-        if stale:
-            self._mark("average")
-        return stale
-
-    def _mark(self, held: str) -> None:
-        for group in self.param_groups:
-            group["parameters_hold"] = held
-
-    # --- Saving and loading -----------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's. While the parameters hold the average, it also has the `live` weights."""
-        self._notice_stale_load()
-        with self.register_state_dict_post_hook(_settle, prepend=True):
-            self._refresh_unseeded()
-            return super().state_dict()
-
-    @torch.no_grad()
-    def _refresh_unseeded(self) -> None:
-        for parameter in self._members():
-            state = self.state.get(parameter)
-            if state and not is_seeded(state):
-                take_averages(parameter, state)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of PACE or of torch.optim.AdamW; every tensor keeps its precision.
-
-        A state without averages (AdamW's) seeds them from the live weights of the next step, with a
-        warning. A state saved while the parameters held the average puts its live weights back into
-        them. If anything does not fit, ValueError says what, and nothing is changed.
-        """
-        notes: list[str] = []
-        # Last of all pre-hooks: torch would cast what it sees to the parameter's precision.
-        with self.register_load_state_dict_pre_hook(partial(admit, notes)):
-            super().load_state_dict(state_dict)
-        for note in notes:
-            warnings.warn(note, stacklevel=2)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _adopt(self, state: dict[Any, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Take in a state that `admit` let pass and torch mapped to our parameters."""
-        # A fresh optimizer in eval mode shows nothing yet; what is loaded next is live.
-        showed = any("live" in self.state.get(parameter, {}) for parameter in self._members())
-        self._put_live_back()
-        self.param_groups = param_groups
-        self._mark("live")
-        adopted: dict[Any, Any] = {k: v for k, v in state.items() if not isinstance(v, Saved)}
-        for group in param_groups:
-            for parameter in group["params"]:
-                self.state.pop(parameter, None)  # its memory first
-                saved = state.get(parameter)
-                if saved is None:
-                    if parameter.requires_grad and not is_lazy(parameter):
-                        adopted[parameter] = allocate(parameter, group)
-                    continue
-                adopted[parameter] = take_in(parameter, saved.entries, group)
-                if "live" in saved.entries:
-                    parameter.copy_(saved.entries["live"])
-                    if is_seeded(adopted[parameter]):
-                        self._loaded_live[parameter] = parameter.detach().clone()
-        self.state = defaultdict(dict, adopted)
-        if showed:
-            self._loaded_live.clear()
-            self.eval()
-        return {"state": self.state, "param_groups": self.param_groups}
-
-
-def reset_average(optimizer: PACE) -> None:
-    """Start the averages anew from the live weights, e.g. for a second phase of training.
-
-    Until its next step a parameter's average is again its live weight, so weights may still be loaded.
-    Moments and step counts stay, and with them the averaging rate.
-
-    >>> import torch, paceline
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = paceline.PACE(model.parameters())
-    >>> paceline.reset_average(optimizer)
-    """
-    weights.keeper_of(optimizer).train()
-    for state in optimizer.state.values():
-        if "average" in state:
-            state["unseeded"] = torch.tensor(True)
-
-
-def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """While averages are shown, copy what changes places when live comes back, and give all of them live."""
-    for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        if packed["parameters_hold"] == "live":
-            continue
-        for parameter, key in zip(group["params"], packed["params"], strict=True):
-            entries = state_dict["state"].get(key)
-            if entries:
-                moving = {"live": parameter.detach(), **entries}
-                moving = {k: moving[k].clone() for k in ("live", returned_key(entries))}
-                state_dict["state"][key] = {**entries, **moving}
+    def _take_in(self, parameter: Tensor, saved: Saved | None, group: dict[str, Any]) -> State | None:
+        if saved is not None:
+            return take_in(parameter, saved.own, group, averages_of(group))
+        return allocate(parameter, group) if parameter.requires_grad and not is_lazy(parameter) else None

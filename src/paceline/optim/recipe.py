@@ -1,10 +1,12 @@
 """The settings of one parameter group, and what is allowed in them."""
 
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from torch import Tensor
+
+from paceline.optim.checks import is_number, require
 
 Gain = Literal["paper", "uniform", "relative"]
 Gap = Literal["pre", "lookahead"]
@@ -39,19 +41,10 @@ class Recipe:
 _NAMES = tuple(field.name for field in fields(Recipe))
 
 
-def _require(ok: bool, what: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"Invalid {what}: {value!r}; allowed: {allowed}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _check_number(group: dict[str, Any], name: str, low: float, high: float, allowed: str) -> None:
     value = group[name]
     # A NaN fails both comparisons, so it is refused with the rest.
-    _require(_is_number(value) and low <= float(value) <= high, f"{name} value", value, allowed)
+    require(is_number(value) and low <= float(value) <= high, f"{name} value", value, allowed)
 
 
 def _check_learning_rate(group: dict[str, Any]) -> None:
@@ -64,14 +57,14 @@ def _check_learning_rate(group: dict[str, Any]) -> None:
             )
         if lr.numel() != 1:
             raise ValueError(f"Tensor lr must be 1-element; got shape {tuple(lr.shape)}")
-    elif not _is_number(lr):
+    elif not is_number(lr):
         raise ValueError(f"Invalid learning rate: {lr!r}; allowed: a number or a 1-element Tensor")
-    _require(bool(0.0 <= lr < float("inf")), "learning rate", lr, "0 <= lr < inf")
+    require(bool(0.0 <= lr < float("inf")), "learning rate", lr, "0 <= lr < inf")
 
 
 def _check_betas(group: dict[str, Any]) -> None:
     betas = group["betas"]
-    _require(isinstance(betas, tuple | list) and len(betas) == 2, "betas", betas, "a pair of floats")
+    require(isinstance(betas, tuple | list) and len(betas) == 2, "betas", betas, "a pair of floats")
     tensors = [isinstance(beta, Tensor) for beta in betas]
     if tensors[0] != tensors[1]:
         raise ValueError(
@@ -83,17 +76,17 @@ def _check_betas(group: dict[str, Any]) -> None:
                 f"betas[{i}] as a Tensor is not supported for capturable=False and foreach=True; "
                 "PACE takes floats in all cases"
             )
-        ok = _is_number(beta) and 0.0 <= beta < 1.0
-        _require(ok, f"beta parameter at index {i}", beta, "0 <= beta < 1")
+        ok = is_number(beta) and 0.0 <= beta < 1.0
+        require(ok, f"beta parameter at index {i}", beta, "0 <= beta < 1")
 
 
 def _check_strength(group: dict[str, Any]) -> None:
     strength = group["pullback_strength"]
-    if group["gain"] == "paper":
+    if group["gain"] in ("paper", None):
         _check_number(group, "pullback_strength", 0.0, float("inf"), '>= 0 for gain="paper"')
     else:
-        _require(
-            _is_number(strength) and strength > -1.0,
+        require(
+            is_number(strength) and strength > -1.0,
             "pullback_strength value",
             strength,
             f'> -1 for gain="{group["gain"]}" (a negative strength pushes away from the average)',
@@ -103,7 +96,7 @@ def _check_strength(group: dict[str, Any]) -> None:
 def _check_averages(group: dict[str, Any]) -> None:
     every = group["update_every"]
     ok = isinstance(every, Integral) and not isinstance(every, bool) and int(every) >= 1
-    _require(ok, "update_every value", every, "an integer >= 1")
+    require(ok, "update_every value", every, "an integer >= 1")
     _check_number(group, "ema_power", 0.0, 1.0, "0 <= ema_power <= 1")
     if group["return_power"] is not None:
         _check_number(group, "return_power", 0.0, 1.0, "None, or 0 <= return_power <= 1")
@@ -112,13 +105,13 @@ def _check_averages(group: dict[str, Any]) -> None:
     _check_number(group, "ema_scale", 0.0, largest, ">= 0 and finite")
     # Below 1, the first averaging rate (offset + scale)^-power would exceed 1 and overshoot live.
     first = group["ema_offset"] + group["ema_scale"]
-    _require(first >= 1.0, "ema_offset + ema_scale", first, ">= 1, so that no averaging rate exceeds 1")
+    require(first >= 1.0, "ema_offset + ema_scale", first, ">= 1, so that no averaging rate exceeds 1")
 
 
 def _check_switches(group: dict[str, Any]) -> None:
     for name in ("maximize", "capturable", "differentiable", "skip_nonfinite"):
-        _require(isinstance(group[name], bool), f"{name} value", group[name], "True or False")
-    _require(group["foreach"] in (None, True, False), "foreach value", group["foreach"], "None, True, False")
+        require(isinstance(group[name], bool), f"{name} value", group[name], "True or False")
+    require(group["foreach"] in (None, True, False), "foreach value", group["foreach"], "None, True, False")
     if group["foreach"] and group["differentiable"]:
         raise ValueError("foreach=True does not support differentiable=True; use foreach=False")
     if group["skip_nonfinite"] and group["capturable"]:
@@ -135,9 +128,14 @@ def check(group: dict[str, Any]) -> None:
     _check_betas(group)
     _check_number(group, "eps", 0.0, 1e308, ">= 0 and finite")
     _check_number(group, "weight_decay", 0.0, 1e308, ">= 0 and finite")
-    for name, choices in (("gain", get_args(Gain)), ("gap", get_args(Gap))):
-        _require(group[name] in choices, f"{name} value", group[name], ", ".join(map(repr, choices)))
+    check_control(group, gains=get_args(Gain))
+
+
+def check_control(group: dict[str, Any], gains: tuple[str | None, ...]) -> None:
+    """Likewise for the settings of the pull and the averages alone."""
+    for name, choices in (("gain", gains), ("gap", get_args(Gap))):
+        require(group[name] in choices, f"{name} value", group[name], ", ".join(map(repr, choices)))
     _check_strength(group)
     _check_averages(group)
-    ok = _is_number(group["max_gain"]) and group["max_gain"] > 0.0
-    _require(ok, "max_gain value", group["max_gain"], "> 0 (inf: unclipped)")
+    ok = is_number(group["max_gain"]) and group["max_gain"] > 0.0
+    require(ok, "max_gain value", group["max_gain"], "> 0 (inf: unclipped)")

@@ -189,13 +189,12 @@ def pace_step_(slot: Slot, recipe: Recipe) -> None:
     beta1, beta2 = recipe.betas
     step += 1
     at = at_step(step, recipe)
-    lookahead = recipe.gap == "lookahead"
     if recipe.maximize:
         grad = -grad
     seed_average_(average, live, at.t)
     if returned is not None:
         seed_average_(returned, live, at.t)
-    gap = None if at.pulling is False or lookahead else average - live
+    gap = None if at.pulling is False or recipe.gap == "lookahead" else average - live
 
     if recipe.weight_decay != 0:
         live.mul_(at.decay)
@@ -207,12 +206,18 @@ def pace_step_(slot: Slot, recipe: Recipe) -> None:
     else:
         live.addcdiv_(_kept(exp_avg, recipe), denominator, value=at.step_size)
 
-    if at.averaging is False:
-        return
+    if at.averaging is not False:
+        control_(slot, gap, denominator, at, recipe)
+
+
+def control_(slot: Slot, gap: Tensor | None, denominator: Tensor, at: At, recipe: Recipe) -> None:
+    """What follows the base step: pull live, which holds the raw step by now, and move the averages."""
+    live, average = slot.live, slot.average
+    lookahead = recipe.gap == "lookahead"
     if lookahead:
         move_average_(average, live, at.rate)
     if at.pulling is not False:
-        gain = _gain(denominator.to(average.dtype), _kept(exp_avg_sq, recipe), at, recipe)
+        gain = _gain(denominator.to(average.dtype), _kept(slot.exp_avg_sq, recipe), at, recipe)
         if gap is not None:
             live.add_(gap * gain)
         else:
@@ -220,8 +225,8 @@ def pace_step_(slot: Slot, recipe: Recipe) -> None:
             live.copy_(torch.lerp(start, _kept(average, recipe), gain))
     if not lookahead:
         move_average_(average, live, at.rate)
-    if returned is not None:
-        move_average_(returned, live, at.return_rate)
+    if slot.returned is not None:
+        move_average_(slot.returned, live, at.return_rate)
 
 
 def _kept(tensor: Tensor, recipe: Recipe) -> Tensor:

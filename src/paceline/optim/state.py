@@ -26,6 +26,11 @@ def average_dtype(live: Tensor) -> torch.dtype:
     return _WIDER.get(live.dtype, live.dtype)
 
 
+def averages_of(group: dict[str, Any]) -> set[str]:
+    """The averages that a parameter of this group has."""
+    return {"average"} if group["return_power"] is None else {"average", "returned"}
+
+
 def returned_key(state: State) -> str:
     """Which of the two averages is the one that is evaluated and returned."""
     return "returned" if "returned" in state else "average"
@@ -45,14 +50,26 @@ def allocate(live: Tensor, group: dict[str, Any]) -> State:
     return state
 
 
+def allocate_averages(live: Tensor, group: dict[str, Any], wanted: set[str], base: dict[str, Any]) -> State:
+    """The memory of a wrapper for a parameter of whose base optimizer this is the state.
+
+    The count goes on from the base's, where it keeps one: wrapped late, averages begin with live, and
+    move at the rate of a run that is that old.
+    """
+    taken = base.get("step", 0)
+    step = torch.tensor(float(taken), dtype=torch.float64, device=step_device(live, group))
+    state = {"step": step, **{key: live.detach().to(average_dtype(live), copy=True) for key in wanted}}
+    return state if taken == 0 else {**state, "unseeded": torch.tensor(True)}
+
+
 def is_seeded(state: State) -> bool:
     """Whether the averages have values of their own. Until then a parameter's average is live."""
     return "unseeded" not in state and state["step"].item() > 0
 
 
-def take_averages(live: Tensor, state: State) -> None:
+def take_averages(live: Tensor, state: State, keys: set[str]) -> None:
     """Let the averages be live."""
-    for key in state.keys() & {"average", "returned"}:
+    for key in state.keys() & keys:
         if state[key].shape == live.shape and not state[key].is_meta:
             state[key].copy_(live)
 
@@ -62,33 +79,56 @@ def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: i
 
     `number` and `i` say which parameter of which group it is, for messages.
     """
-    misshapen = state["exp_avg"].shape != live.shape
-    if misshapen or (state["exp_avg"].is_meta and not live.is_meta):
-        if state["step"].is_meta or state["step"].item() != 0:
-            kind = f"shape {tuple(state['exp_avg'].shape)}" if misshapen else "no values (meta device)"
-            raise RuntimeError(
-                f"{name_of(group, number, i)} has shape {tuple(live.shape)} but its optimizer state has "
-                f"{kind}; reload the state or build a new optimizer"
-            )
+    name = name_of(group, number, i)
+    if _is_misfit(live, state, "exp_avg", name):
         state.update(allocate(live, group))
     if "average" not in state:  # AdamW's state, carried over by hand
         state["average"] = live.detach().to(average_dtype(live), copy=True)
-    if group["return_power"] is None:
+    for key in ("exp_avg", "exp_avg_sq"):
+        _convert(state, key, live.device, live.dtype)
+    conform_averages(live, state, group, averages_of(group), name)
+
+
+def conform_averages(live: Tensor, state: State, group: dict[str, Any], wanted: set[str], name: str) -> None:
+    """Likewise for the averages alone."""
+    if "returned" not in wanted:
         state.pop("returned", None)
     elif "returned" not in state:
         state["returned"] = state["average"].clone()
-    for key in state.keys() & {"exp_avg", "exp_avg_sq", "average", "returned"}:
-        dtype = live.dtype if key in ("exp_avg", "exp_avg_sq") else average_dtype(live)
-        if state[key].dtype != dtype or state[key].device != live.device:
-            state[key] = state[key].to(live.device, dtype)
-    device = step_device(live, group)
-    if state["step"].device != device:
-        state["step"] = state["step"].to(device)
+    for key in wanted:
+        if _is_misfit(live, state, key, name):
+            state[key] = live.detach().to(average_dtype(live), copy=True)
+        _convert(state, key, live.device, average_dtype(live))
+    _convert(state, "step", step_device(live, group), torch.float64)
+
+
+def _is_misfit(live: Tensor, state: State, key: str, name: str) -> bool:
+    """Whether an entry has to be made anew for a parameter that changed before its first step."""
+    misshapen = state[key].shape != live.shape
+    if not misshapen and (not state[key].is_meta or live.is_meta):
+        return False
+    if state["step"].is_meta or state["step"].item() != 0:
+        kind = f"shape {tuple(state[key].shape)}" if misshapen else "no values (meta device)"
+        raise RuntimeError(
+            f"{name} has shape {tuple(live.shape)} but its optimizer state has {kind}; reload the state "
+            "or build a new optimizer"
+        )
+    return True
+
+
+def _convert(state: State, key: str, device: torch.device, dtype: torch.dtype) -> None:
+    if state[key].dtype != dtype or state[key].device != device:
+        state[key] = state[key].to(device, dtype)
 
 
 def step_device(live: Tensor, group: dict[str, Any]) -> torch.device:
     # A counter on the GPU would cost a launch and a read a step; only graph capture needs it there.
-    return live.device if group["capturable"] else torch.device("cpu")
+    return live.device if group.get("capturable") else torch.device("cpu")
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A complex parameter is a pair of reals to AdamW, and so to PACE."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def is_expanded(tensor: Tensor) -> bool:

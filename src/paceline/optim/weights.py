@@ -58,7 +58,7 @@ def in_block(optimizer: object) -> bool:
 
 
 @contextmanager
-def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def averaged_weights(optimizer: "torch.optim.Optimizer | KeepsAverage") -> Iterator[None]:
     """Show the averaged weights in the parameters for the length of a with-block.
 
     Inside the block the model computes with the average and `model.state_dict()` holds it. Leaving,
@@ -120,6 +120,17 @@ def show_live_(parameter: Tensor, state: State, key: str) -> None:
     del state["live"]
 
 
+def show_computed_(tensor: Tensor, state: State, average: Tensor) -> None:
+    """Put an average that is not kept as it is into a tensor; its live weights become state["live"]."""
+    state["live"] = tensor.detach().clone()
+    tensor.copy_(average)
+
+
+def show_kept_(tensor: Tensor, state: State) -> None:
+    """Undo `show_computed_`, bit for bit."""
+    tensor.copy_(state.pop("live"))
+
+
 def _exchange_(a: Tensor, b: Tensor) -> None:
     """Exchange contents. By copies, not by arithmetic (inexact) nor `.data` (ignored by FSDP2)."""
     kept = a.detach().clone()
@@ -138,7 +149,7 @@ def _exchange_(a: Tensor, b: Tensor) -> None:
 
 @torch.no_grad()
 def averaged_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer | KeepsAverage, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
     """A copy of `model.state_dict()` with every parameter replaced by its average.
 
@@ -176,12 +187,14 @@ def _target(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
 
-def _averaged_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> "OrderedDict[str, Any]":
+def _averaged_entries(
+    model: nn.Module, optimizer: torch.optim.Optimizer | KeepsAverage
+) -> "OrderedDict[str, Any]":
     """The model's state dict, cleanly named, its parameters replaced by their averages (not copied)."""
     averages = dict(keeper_of(optimizer).returned_averages())
     own = model.state_dict(keep_vars=True)  # the parameters themselves, whatever they are called here
     _check_covered(averages, model, own)
-    rename = _renamer(model)
+    rename = renamer(model)
     tensors = {id(v): averages.get(v, v).detach() for v in own.values() if isinstance(v, Tensor)}
     entries = OrderedDict((rename(name), tensors.get(id(value), value)) for name, value in own.items())
     # Versions of the modules, by which load_state_dict knows what to migrate; a dict of the user's has none.
@@ -207,7 +220,7 @@ def _check_covered(averages: dict[Tensor, Tensor], model: nn.Module, entries: di
         )
 
 
-def _renamer(model: nn.Module) -> Callable[[str], str]:
+def renamer(model: nn.Module) -> Callable[[str], str]:
     """Names without the parts that wrappers add: torch.compile's and DistributedDataParallel's."""
     wrapped = {
         f"{path}.module".lstrip(".")
@@ -247,7 +260,7 @@ class _SavesPretrained(Protocol):
 
 def save_averaged(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | KeepsAverage,
     path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
 ) -> Path:

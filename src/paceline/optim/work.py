@@ -11,7 +11,7 @@ from paceline.optim.foreach import foreach_step_
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Slot, pace_step_
 from paceline.optim.sharded import whole
-from paceline.optim.state import State, allocate, conform, name_of
+from paceline.optim.state import State, allocate, conform, name_of, real
 
 States = MutableMapping[Tensor, State]
 
@@ -51,19 +51,14 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
         state = states[parameter] = allocate(parameter, group)
     conform(parameter, state, group, number, i)
     return Slot(
-        live=_real(parameter),
-        grad=_real(grad),
-        exp_avg=_real(state["exp_avg"]),
-        exp_avg_sq=_real(state["exp_avg_sq"]),
-        average=_real(state["average"]),
-        returned=_real(state["returned"]) if "returned" in state else None,
+        live=real(parameter),
+        grad=real(grad),
+        exp_avg=real(state["exp_avg"]),
+        exp_avg_sq=real(state["exp_avg_sq"]),
+        average=real(state["average"]),
+        returned=real(state["returned"]) if "returned" in state else None,
         step=state["step"],
     )
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A complex parameter is a pair of reals to AdamW, and so to PACE."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _check_capture(states: States, group: dict[str, Any], parameters: list[Tensor]) -> None:

@@ -1,0 +1,298 @@
+"""What all optimizers that keep an average share: which weights the parameters hold, saving, loading."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from paceline.optim import weights
+from paceline.optim.loading import Format, Saved, admit
+from paceline.optim.sharded import same_values
+from paceline.optim.state import State, is_seeded, take_averages
+
+
+class Averaging(Optimizer, ABC):
+    """An optimizer whose parameters hold live weights and whose memory holds their average. Abstract."""
+
+    format: Format
+    # Which weights `eval()` shows, in the group entry that says what the parameters hold.
+    _returned_name = "average"
+    # What else `averaged_weights` may be given to show one of our averages.
+    _views: tuple[weights.KeepsAverage, ...] = ()
+    # A module whose floating buffers are averaged too.
+    _buffered: nn.Module | None = None
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        # Live weights that came with a loaded state, until the first step after it, and the name of
+        # the average that was shown when it was saved.
+        self._loaded_live: dict[Tensor, Tensor] = {}
+        self._loaded_name = self._returned_name
+        self._buffer_memory: dict[str, State] = {}
+        # Not a setting: every checkpoint says which weights the parameters held when it was made.
+        super().__init__(params, {**defaults, self.format.hold: "live"})
+
+    # --- What a kind of optimizer has to say ------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _memory(self) -> MutableMapping[Tensor, State]:
+        """What is remembered of each parameter; `live` only while its average is shown."""
+
+    @_memory.setter
+    @abstractmethod
+    def _memory(self, memory: dict[Tensor, State]) -> None: ...
+
+    @abstractmethod
+    def _average(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor:
+        """The average of that name, of a parameter with this memory and these live weights."""
+
+    @abstractmethod
+    def _show(self, name: str, parameter: Tensor, state: State) -> None:
+        """Put the average of that name into the parameter and keep live as state["live"]."""
+
+    @abstractmethod
+    def _hide(self, parameter: Tensor, state: State) -> None:
+        """Undo `_show`, bit for bit."""
+
+    @abstractmethod
+    def _take_groups(self, saved: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+        """Take in loaded groups, and what of the loaded state is not ours."""
+
+    @abstractmethod
+    def _take_in(self, parameter: Tensor, saved: Saved | None, group: dict[str, Any]) -> State | None:
+        """What to remember of a parameter after a load; None: nothing yet."""
+
+    # --- Which weights the parameters hold --------------------------------------------------------
+
+    def _members(self) -> Iterator[Tensor]:
+        """Each parameter once."""
+        yield from dict.fromkeys(parameter for group in self.param_groups for parameter in group["params"])
+
+    def _remembered(self) -> Iterator[tuple[Tensor, State]]:
+        """All that is averaged, with its memory: parameters, and buffers where there are any."""
+        for parameter in self._members():
+            state = self._memory.get(parameter)
+            if state:
+                yield parameter, state
+        for name, buffer in self._buffers():
+            if name in self._buffer_memory:
+                yield buffer, self._buffer_memory[name]
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The floating buffers of the module whose buffers are averaged too, looked up anew each time:
+        moving a module replaces them."""
+        if self._buffered is not None:
+            for name, buffer in self._buffered.named_buffers():
+                if buffer.is_floating_point():
+                    yield name, buffer
+
+    def returned_averages(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter with its returned average; one whose average is still live is left out."""
+        yield from self._averages_named(self._returned_name)
+
+    def _averages_named(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        for tensor, state in self._remembered():
+            if is_seeded(state):
+                yield tensor, self._average(name, tensor, state, state.get("live", tensor.detach()))
+
+    def shows_average(self) -> bool:
+        """Whether the parameters hold the average at present."""
+        return bool(self.param_groups[0][self.format.hold] != "live")
+
+    def _in_block(self) -> bool:
+        return any(weights.in_block(keeper) for keeper in (self, *self._views))
+
+    def eval(self) -> None:
+        """Put the average into the parameters, until `train()` or the next `step()`."""
+        self._notice_stale_load()
+        if not self.shows_average():
+            self._show_all(self._returned_name)
+
+    # Evaluation often runs in inference mode, where new tensors could not be written to later.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _show_all(self, name: str) -> None:
+        self._mark(name)
+        try:
+            for tensor, state in list(self._remembered()):
+                if is_seeded(state):
+                    self._show(name, tensor, state)
+        except BaseException:
+            self._put_live_back()
+            raise
+
+    def train(self) -> None:
+        """Put the live weights back into the parameters; nothing happens if they are there."""
+        if self.shows_average() and self._in_block():
+            raise RuntimeError("train() inside averaged_weights: leave the block instead")
+        self._put_live_back()
+
+    def _put_live_back(self) -> None:
+        self._notice_stale_load()
+        if self.shows_average():
+            self._restore_live()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _restore_live(self) -> None:
+        # Backwards, so that parameters sharing one storage end as they began.
+        for tensor, state in reversed(list(self._remembered())):
+            if "live" in state:
+                self._hide(tensor, state)
+        self._mark("live")
+
+    def _notice_stale_load(self) -> bool:
+        """Whether a model checkpoint made of the average was loaded over live weights that came with ours.
+
+        A checkpoint taken while the average was shown has the average in the model's part and live in
+        the optimizer's; torch's set_state_dict loads the model's last. The average is then shown again.
+        """
+        loaded, self._loaded_live = self._loaded_live, {}
+        stale = False
+        for parameter, live in loaded.items():
+            state = self._memory.get(parameter)
+            if not state:
+                continue
+            average = self._average(self._loaded_name, parameter, state, live)
+            if same_values(parameter.detach(), average.to(parameter)):
+                state["live"] = live
+                stale = True
+        if stale:
+            self._mark(self._loaded_name)
+        return stale
+
+    def _mark(self, held: str) -> None:
+        for group in self.param_groups:
+            group[self.format.hold] = held
+
+    def _make_ready_to_step(self) -> None:
+        """Refuse a step inside a block; put live back after a forgotten `eval()`."""
+        if self._in_block():
+            raise RuntimeError(
+                "step() inside averaged_weights: the parameters hold the average; step outside"
+            )
+        if self._notice_stale_load():
+            warnings.warn(
+                "the model was loaded after the optimizer, from a checkpoint of the average; this gradient "
+                "was taken at the average. Call optimizer.train() after loading, or load the model first",
+                stacklevel=5,
+            )
+        self._put_live_back()
+
+    def _seed_again(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Take averages anew where a reset or a load asked for it."""
+        for parameter in parameters:
+            state = self._memory[parameter]
+            if "unseeded" in state:
+                take_averages(parameter, state, self.format.wanted(group))
+                del state["unseeded"]
+
+    # --- Saving and loading -----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. While the parameters hold the average, it also has the `live` weights."""
+        self._notice_stale_load()
+        with self.register_state_dict_post_hook(_settle, prepend=True):
+            self._refresh_unseeded()
+            return super().state_dict()
+
+    @torch.no_grad()
+    def _refresh_unseeded(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self._memory.get(parameter)
+                if state and not is_seeded(state):
+                    take_averages(parameter, state, self.format.wanted(group))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a saved state; every tensor keeps its precision.
+
+        A state without averages (that of the optimizer underneath alone) seeds them from the live
+        weights of the next step, with a warning. A state saved while the parameters held the average
+        puts its live weights back into them. If anything does not fit, ValueError says what, and
+        nothing is changed.
+        """
+        notes: list[str] = []
+        # Last of all pre-hooks: torch would cast what it sees to the parameter's precision.
+        with self.register_load_state_dict_pre_hook(partial(admit, notes, self.format, self._memory)):
+            super().load_state_dict(state_dict)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "defaults" not in state:  # from load_state_dict; otherwise unpickled or copied
+            self._adopt(**state)
+            state = {}
+        super().__setstate__(state)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _adopt(self, state: dict[Any, Any], param_groups: list[dict[str, Any]]) -> None:
+        """Take in a state that `admit` let pass and torch mapped to our parameters."""
+        held = self.param_groups[0][self.format.hold]
+        # A fresh optimizer in eval mode shows nothing yet; what is loaded next is live.
+        showed = any("live" in entry for entry in self._memory.values())
+        self._put_live_back()
+        try:
+            self._take_groups(state, param_groups)
+        except BaseException:
+            if showed:
+                self._show_all(held)
+            raise
+        self._loaded_name = self.param_groups[0][self.format.hold]
+        self._mark("live")
+        adopted: dict[Any, Any] = {k: v for k, v in state.items() if not isinstance(v, Saved)}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._memory.pop(parameter, None)  # its room first
+                saved = state.get(parameter)
+                entry = self._take_in(parameter, saved, group)
+                if entry is not None:
+                    adopted[parameter] = entry
+                if saved is not None and "live" in saved.own:
+                    parameter.copy_(saved.own["live"])
+                    if entry and is_seeded(entry):
+                        self._loaded_live[parameter] = parameter.detach().clone()
+        self._memory = adopted
+        if showed:
+            self._loaded_live.clear()
+            self._show_all(held)
+
+
+def reset_average(optimizer: Optimizer) -> None:
+    """Start the averages anew from the live weights, e.g. for a second phase of training.
+
+    Until its next step a parameter's average is again its live weight, so weights may still be loaded.
+    Moments and step counts stay, and with them the averaging rate.
+
+    >>> import torch, paceline
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = paceline.PACE(model.parameters())
+    >>> paceline.reset_average(optimizer)
+    """
+    weights.keeper_of(optimizer).train()
+    assert isinstance(optimizer, Averaging)
+    for state in optimizer._memory.values():
+        if state:
+            state["unseeded"] = torch.tensor(True)
+
+
+def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """While averages are shown, copy what changes places when live comes back, and give all of them live."""
+    assert isinstance(optimizer, Averaging)
+    prefix = optimizer.format.prefix
+    moving = [prefix + key for key in ("live", "average", "returned")]
+    for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        if packed[optimizer.format.hold] == "live":
+            continue
+        for parameter, key in zip(group["params"], packed["params"], strict=True):
+            entries = state_dict["state"].get(key)
+            if entries:
+                entries = {moving[0]: parameter.detach(), **entries}
+                copies = {k: entries[k].clone() for k in moving if k in entries}
+                state_dict["state"][key] = {**entries, **copies}

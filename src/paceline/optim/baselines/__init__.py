@@ -1,0 +1,1 @@
+"""Rivals to compare with, one file each. Nothing of `PACE` depends on them."""

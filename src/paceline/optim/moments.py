@@ -1,0 +1,82 @@
+"""The second moment that another optimizer keeps, read from its state."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.optim.rule import Scalar
+from paceline.optim.state import real
+
+
+class SecondMoment(NamedTuple):
+    """√value / root_correction + eps is what the optimizer divides its step by."""
+
+    value: Tensor  # v, real, same shape as the parameter
+    root_correction: Scalar  # √(1 − β₂ᵗ), or 1 where the optimizer corrects nothing
+    eps: float
+
+
+def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> SecondMoment | None:
+    """The second moment of one parameter, or None if its optimizer keeps none (SGD, Muon, Lion).
+
+    Known are the layouts of torch (Adam and its kin, with AMSGrad its maximum; RMSprop, Adadelta,
+    Adagrad; Adafactor, factored or not), of torchao's low-bit optimizers (Adam's) and of bitsandbytes
+    (32 and 8 bit). Whatever keeps `exp_avg_sq` beside `betas` is taken for Adam's kin.
+    """
+    value = _adam_value(state)
+    if value is not None and "betas" in group:
+        return SecondMoment(real(value), _root_correction(state, group), float(group["eps"]))
+    for key in ("square_avg", "sum"):  # RMSprop and Adadelta; Adagrad
+        if isinstance(state.get(key), Tensor):
+            return SecondMoment(real(state[key]), 1.0, float(group["eps"]))
+    value = _adafactor_value(state)
+    if value is not None:
+        floor = group["eps"][0]
+        return SecondMoment(value, 1.0, torch.finfo(value.dtype).eps if floor is None else floor)
+    return None
+
+
+def _adam_value(state: Mapping[str, Any]) -> Tensor | None:
+    for key in ("max_exp_avg_sq", "exp_avg_sq"):
+        if isinstance(state.get(key), Tensor):
+            value: Tensor = state[key]
+            # A low-bit subclass of torchao gives its values; torch's own kinds of tensor are values.
+            return value if type(value).__module__.split(".")[0] == "torch" else value.dequantize()
+    if isinstance(state.get("state2"), Tensor):
+        return _bitsandbytes_value(state)
+    return None
+
+
+def _bitsandbytes_value(state: Mapping[str, Any]) -> Tensor:
+    codes: Tensor = state["state2"]
+    if codes.dtype != torch.uint8:
+        return codes
+    # Block-wise: a table of 256 values, scaled by the largest magnitude of each block.
+    values: Tensor = state["qmap2"][codes.flatten().long()]
+    scales: Tensor = state["absmax2"]
+    block = -(-values.numel() // scales.numel())
+    block = 1 << (block - 1).bit_length()  # blocks are powers of two; the last one may be short
+    return (values * scales.repeat_interleave(block)[: values.numel()]).view(codes.shape)
+
+
+def _root_correction(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scalar:
+    step, beta2 = state["step"], group["betas"][1]
+    if isinstance(step, Tensor):
+        if step.device.type != "cpu":  # not read on the host: that would wait for the device
+            correction: Tensor = (1 - beta2 ** step.double()) ** 0.5
+            return correction
+        step = step.item()
+    return float((1 - beta2**step) ** 0.5)
+
+
+def _adafactor_value(state: Mapping[str, Any]) -> Tensor | None:
+    if isinstance(state.get("variance"), Tensor):
+        value: Tensor = state["variance"]
+        return value
+    if isinstance(state.get("row_var"), Tensor):
+        rows: Tensor = state["row_var"]  # (…, n, 1)
+        columns: Tensor = state["col_var"]  # (…, 1, m)
+        return rows @ columns / rows.mean(dim=-2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    return None

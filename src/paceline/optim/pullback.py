@@ -1,0 +1,234 @@
+"""The control of PACE around any other optimizer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from paceline.optim import weights
+from paceline.optim.foreach import Lists, alike, control_, denominators_of, gaps_of
+from paceline.optim.loading import Format
+from paceline.optim.moments import SecondMoment, second_moment
+from paceline.optim.recipe import Gain, Gap, Recipe, check_control
+from paceline.optim.rule import At, at_step, seed_average_, stays_on_device
+from paceline.optim.state import State, averages_of, real, returned_key
+from paceline.optim.wrapper import Wrapper, refuse_averaging_base
+
+
+def _check(group: dict[str, Any]) -> None:
+    check_control(group, gains=("paper", "uniform", "relative", None))
+
+
+@final
+class Pullback(Wrapper):
+    """The pull of PACE toward an average of the live weights, around any torch optimizer.
+
+    `Pullback(torch.optim.AdamW(...))` is `PACE` bit for bit, in float32 and float64; use `PACE` there, it
+    is faster. Around another optimizer it takes that one's step for the raw step:
+
+    .. code-block:: text
+
+        raw      = base(live)
+        live'    = raw + gain · (average − live)          gain = min(rate · ratio, max_gain)
+        average' = (1 − rate) · average + rate · live'    rate = (1 + t)^-ema_power
+
+    With strength 0 it is a passive average beside any optimizer. A step keeps the gap, one copy of the
+    live weights in at least float32, until the base's step is taken (none under gap="lookahead").
+
+    The wrapper is an Optimizer itself: give it, not the base, to schedulers, scalers and checkpoints.
+    Settings below may differ between groups: put them into the base's groups.
+
+    Arguments:
+        base: the optimizer to wrap. Schedule-Free optimizers and PACE are refused.
+        pullback_strength: c of gain="paper"; the dimensionless R of the other two.
+        gain: "paper" (lr · c / (√v̂ + eps)) and "relative" use the base's second moment and are refused
+            where it keeps none. None: "paper" where it keeps one, else "uniform" (R for all coordinates),
+            decided at the first step, group by group.
+        ema_power, update_every, ema_offset, ema_scale, max_gain, gap, return_power: as in `PACE`.
+
+    >>> import torch, paceline
+    >>> model = torch.nn.Linear(2, 1)
+    >>> base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> optimizer = paceline.Pullback(base, pullback_strength=0.5)
+    >>> scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    >>> model(torch.ones(4, 2)).square().mean().backward()
+    >>> optimizer.step()
+    >>> with paceline.averaged_weights(optimizer):
+    ...     loss = model(torch.ones(4, 2)).square().mean()
+    """
+
+    format = Format(
+        prefix="pullback_",
+        reads="Pullback loads its own states and those of its base optimizer",
+        check=_check,
+        wanted=averages_of,
+    )
+
+    def __init__(
+        self,
+        base: Optimizer,
+        *,
+        pullback_strength: float = 3e-3,
+        gain: Gain | None = None,
+        ema_power: float = 0.5,
+        update_every: int = 1,
+        ema_offset: float = 1.0,
+        ema_scale: float = 1.0,
+        max_gain: float = 1.0,
+        gap: Gap = "pre",
+        return_power: float | None = None,
+    ) -> None:
+        refuse_averaging_base(base, "Pullback")
+        settings = {
+            "pullback_strength": pullback_strength,
+            "gain": gain,
+            "ema_power": ema_power,
+            "update_every": update_every,
+            "ema_offset": ema_offset,
+            "ema_scale": ema_scale,
+            "max_gain": max_gain,
+            "gap": gap,
+            "return_power": return_power,
+        }
+        super().__init__(base, settings)
+
+    def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> "list[Chunk]":
+        recipe = _recipe(group)
+        return prepare(self._memory, parameters, stays_on_device(recipe), lambda t: recipe)
+
+    def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: "list[Chunk]") -> None:
+        moments = {p: second_moment(self.base.state.get(p, {}), group) for p in moved}
+        if group["gain"] is None and moved:
+            group["gain"] = "uniform" if None in moments.values() else "paper"
+        for chunk in prepared:
+            finish_(chunk, moments, _recipe(group), type(self.base).__name__)
+
+    def _abandon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Nothing was changed."""
+
+    def _average(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor:
+        return state[returned_key(state)]
+
+    def _show(self, name: str, parameter: Tensor, state: State) -> None:
+        weights.show_average_(parameter, state, returned_key(state))
+
+    def _hide(self, parameter: Tensor, state: State) -> None:
+        weights.show_live_(parameter, state, returned_key(state))
+
+
+_CONTROL = (
+    "pullback_strength",
+    "gain",
+    "ema_power",
+    "update_every",
+    "ema_offset",
+    "ema_scale",
+    "max_gain",
+    "gap",
+    "return_power",
+)
+
+
+def _recipe(group: dict[str, Any]) -> Recipe:
+    return control_recipe(group, {name: group[name] for name in _CONTROL})
+
+
+def control_recipe(group: dict[str, Any], control: dict[str, Any]) -> Recipe:
+    """A recipe of which only the control is used; the step itself is the base's."""
+    return Recipe(
+        lr=group.get("lr", 1.0),  # an optimizer without a rate is never at rate 0
+        betas=(0.0, 0.0),
+        eps=0.0,
+        weight_decay=0.0,
+        maximize=False,
+        capturable=bool(group.get("capturable")),
+        differentiable=False,
+        **control,
+    )
+
+
+# --- The control, around the step of another --------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """Parameters of one device, dtype and step count, between the two halves of a step."""
+
+    parameters: list[Tensor]
+    states: list[State]
+    ats: list[At]  # the scalars of the step that is being taken
+    gaps: list[Tensor]  # average − live before it; empty where nothing is pulled by it
+
+
+def prepare(
+    memory: Any, parameters: list[Tensor], on_device: bool, recipe_at: Callable[[Any], Recipe]
+) -> list[Chunk]:
+    """The first half, before the base's step: seed averages at a first step, take the gaps.
+
+    `recipe_at` gives the settings in force at step t, for wrappers that change them over time.
+    """
+
+    def key(parameter: Tensor) -> tuple[Tensor, object]:
+        return parameter, None if on_device else memory[parameter]["step"].item()
+
+    chunks = []
+    for alikes in alike(parameters, key):
+        states = [memory[parameter] for parameter in alikes]
+        recipe = recipe_at(states[0]["step"] + 1 if on_device else states[0]["step"].item() + 1)
+        ats = [at_step(state["step"] + 1, recipe) for state in (states if on_device else states[:1])]
+        ats = ats if on_device else ats * len(states)
+        lives = [real(parameter.detach()) for parameter in alikes]
+        for live, state, at in zip(lives, states, ats, strict=True):
+            for average in state.keys() & {"average", "returned"}:
+                seed_average_(real(state[average]), live, at.t)
+        averages = [real(state["average"]) for state in states]
+        chunks.append(Chunk(alikes, states, ats, gaps_of(averages, lives, ats, recipe)))
+    return chunks
+
+
+def finish_(chunk: Chunk, moments: dict[Tensor, SecondMoment | None], recipe: Recipe, base: str) -> None:
+    """The second half, after the base's step: count it, pull live, move the averages.
+
+    Of the chunk, the parameters in `moments` were moved. `base` names the optimizer, for messages.
+    """
+    moved = [i for i, parameter in enumerate(chunk.parameters) if parameter in moments]
+    if not moved:
+        return
+    states, ats = [chunk.states[i] for i in moved], [chunk.ats[i] for i in moved]
+    torch._foreach_add_([state["step"] for state in states], 1)
+    if ats[0].averaging is False:
+        return
+    averages = [real(state["average"]) for state in states]
+    values, denominators = averages, averages
+    if ats[0].pulling is not False:
+        values, denominators, ats = _sized(
+            [moments[chunk.parameters[i]] for i in moved], averages, ats, recipe, base
+        )
+    lists = Lists(
+        lives=[real(chunk.parameters[i].detach()) for i in moved],
+        averages=averages,
+        returned=[real(state["returned"]) for state in states if "returned" in state],
+        gaps=[chunk.gaps[i] for i in moved] if chunk.gaps else [],
+        denominators=list(denominators),
+        exp_avg_sqs=values,
+    )
+    chunk.gaps.clear()  # the lists hold them now, and let them go
+    control_(lists, ats, recipe)
+
+
+def _sized(
+    moments: list[SecondMoment | None], averages: list[Tensor], ats: list[At], recipe: Recipe, base: str
+) -> tuple[list[Tensor], list[Tensor], list[At]]:
+    """Second moments, √v̂ + ε, and the scalars with the base's own bias correction."""
+    if recipe.gain == "uniform":
+        return averages, [torch.empty_like(average) for average in averages], ats
+    known = [moment for moment in moments if moment is not None]
+    if len(known) < len(moments):
+        raise RuntimeError(
+            f'gain="{recipe.gain}" sizes the pull by the second moment of the base optimizer, and {base} '
+            'keeps none; use gain="uniform", whose strength is a plain number such as 0.3'
+        )
+    values = [moment.value for moment in known]
+    ats = [at._replace(root_correction=m.root_correction) for at, m in zip(ats, known, strict=True)]
+    return values, denominators_of(values, ats, known[0].eps), ats
