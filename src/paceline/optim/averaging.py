@@ -159,7 +159,8 @@ class Averaging(Optimizer, ABC):
             if not state:
                 continue
             average = self._average(self._loaded_name, parameter, state, live)
-            if same_values(parameter.detach(), average.to(parameter)):
+            held = parameter.detach()
+            if same_values(held, average.to(parameter)) and not same_values(held, live):
                 state["live"] = live
                 stale = True
         if stale:

@@ -88,6 +88,20 @@ class Wrapper(Averaging):
             self.base.add_param_group(param_group)
             param_group = self.base.param_groups[-1]
         self._complete(param_group)
+        for parameter in param_group["params"]:
+            self._remember_beside_base(parameter, param_group)
+
+    def _remember_beside_base(self, parameter: Tensor, group: dict[str, Any]) -> State | None:
+        """Have a memory where the base has a state, and nowhere else.
+
+        torch.distributed.checkpoint takes an optimizer without state through a dummy step, to learn its
+        entries; one that has a part of them loses the rest on loading.
+        """
+        base = self.base.state.get(parameter)
+        if base and parameter.requires_grad:
+            wanted = self.format.wanted(group)
+            self._memory[parameter] = allocate_averages(parameter, group, wanted, base)
+        return self._memory.get(parameter)
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the settings it lacks: also one that was added to the base behind our back."""
@@ -193,7 +207,7 @@ class Wrapper(Averaging):
 
     def _take_in(self, parameter: Tensor, saved: Saved | None, group: dict[str, Any]) -> State | None:
         if saved is None or not saved.own:
-            return None
+            return self._remember_beside_base(parameter, group)
         return take_in(parameter, saved.own, group, self.format.wanted(group))
 
 
