@@ -1,9 +1,11 @@
 """Algorithm 1 in plain NumPy float64, written from the paper and sharing no code with the library.
 
-One object is one parameter tensor. It is what every path of the library is measured against.
+One object is one parameter tensor. It is what every path of the library is measured against. Another
+base optimizer is another `base`.
 """
 
 import numpy as np
+import torch
 
 
 class Reference:
@@ -44,15 +46,23 @@ class Reference:
         if grad is None:
             return
         self.t += 1
-        t, (b1, b2) = self.t, self.betas
-        g = self.sign * np.asarray(grad, dtype=np.float64)
         old = self.live.copy()
+        self.raw, root = self.base(old, self.sign * np.asarray(grad, dtype=np.float64))
+        self.live = self.raw.copy()
+        self.control(old, root)
+
+    def base(self, old, g):
+        """The step of AdamW from old, and √v̂."""
+        t, (b1, b2) = self.t, self.betas
         self.m = b1 * self.m + (1 - b1) * g
         self.v = b2 * self.v + (1 - b2) * g * g
         root = np.sqrt(self.v / (1 - b2**t))
-        self.raw = old - self.lr * self.weight_decay * old
-        self.raw = self.raw - self.lr * (self.m / (1 - b1**t)) / (root + self.eps)
-        self.live = self.raw.copy()
+        raw = old - self.lr * self.weight_decay * old
+        return raw - self.lr * (self.m / (1 - b1**t)) / (root + self.eps), root
+
+    def control(self, old, root):
+        """The pull and the averages, after any base."""
+        t = self.t
         if t % self.every:
             return
         rate = (self.offset + self.scale * t) ** -self.power
@@ -75,3 +85,39 @@ class Reference:
         if self.return_power is not None:
             rate = (self.offset + self.scale * t) ** -self.return_power
             self.returned = (1 - rate) * self.returned + rate * self.live
+
+
+class SGDReference(Reference):
+    """Heavy-ball SGD under the control: torch's form, the first gradient is the first buffer."""
+
+    momentum = 0.9
+
+    def base(self, old, g):
+        self.m = g if self.t == 1 else self.momentum * self.m + g
+        return old - self.lr * self.m, np.ones_like(old)
+
+
+class LionReference(Reference):
+    """Lion (arXiv 2302.06675) under the control: the sign of an interpolation, decoupled decay."""
+
+    def base(self, old, g):
+        b1, b2 = self.betas
+        raw = old - self.lr * self.weight_decay * old - self.lr * np.sign(b1 * self.m + (1 - b1) * g)
+        self.m = b2 * self.m + (1 - b2) * g
+        return raw, np.ones_like(old)
+
+
+class TwinReference(Reference):
+    """Any torch optimizer under the control: a second one steps from the reference's own weights."""
+
+    def __init__(self, start, make, root, **settings):
+        super().__init__(start, **settings)
+        self.twin = torch.tensor(self.live).requires_grad_()
+        self.optimizer, self.root_of = make([self.twin]), root
+
+    def base(self, old, g):
+        with torch.no_grad():
+            self.twin.copy_(torch.tensor(old))
+        self.twin.grad = torch.tensor(g)
+        self.optimizer.step()
+        return self.twin.detach().numpy().copy(), self.root_of(self.optimizer.state[self.twin], self.t)

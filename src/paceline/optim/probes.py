@@ -126,7 +126,7 @@ class Probe:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._before.clear()  # of a step that failed
         assert isinstance(optimizer, PACE | Pullback)
-        if self._is_due(optimizer):
+        if self._is_due():
             # What step() itself does first: live weights are put back after a forgotten eval().
             optimizer._make_ready_to_step()
             has_closure = (*args, kwargs.get("closure"), None)[1] is not None
@@ -139,10 +139,11 @@ class Probe:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        self._taken += 1
+        assert isinstance(optimizer, PACE | Pullback)
+        may_skip = any(group.get("skip_nonfinite") for group in optimizer.param_groups)
+        self._taken = steps_taken(optimizer) if may_skip else self._taken + 1
         if not self._before:
             return
-        assert isinstance(optimizer, PACE | Pullback)
         found = []
         for member in _members(optimizer):
             # One tensor's copies are let go before the next one's figures are made.
@@ -158,15 +159,11 @@ class Probe:
     def _after_load(self, optimizer: Optimizer) -> None:
         self._taken = steps_taken(optimizer)
 
-    def _is_due(self, optimizer: PACE | Pullback) -> bool:
+    def _is_due(self) -> bool:
         if torch.compiler.is_compiling() or (self._taken + 1) % self.every:
             return False
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            # Counts are on the device then. A graph that is being captured would hold the probe for ever.
-            return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
-        # A step that skip_nonfinite skipped was counted here and not there.
-        self._taken = steps_taken(optimizer)
-        return (self._taken + 1) % self.every == 0
+        # A graph that is being captured would hold the probe for ever.
+        return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
     def _listen(self, record: Record) -> None:
         """Let the alarm hear the readings before this one, as far as they have come from the device."""
@@ -181,8 +178,9 @@ def steps_taken(optimizer: Optimizer) -> int:
     assert isinstance(optimizer, PACE | Pullback)
     own = optimizer.format.prefix + "step"
     # Without a memory of ours the count will go on from that of the optimizer underneath.
-    states = [member.state for member in _members(optimizer)]
-    return max((int(state.get(own, state.get("step", 0))) for state in states), default=0)
+    counts = [member.state.get(own, member.state.get("step", 0)) for member in _members(optimizer)]
+    # tolist reads a tensor on the host without an operation.
+    return max(int(count.tolist() if isinstance(count, Tensor) else count) for count in counts)
 
 
 class _Alarm:
@@ -266,7 +264,7 @@ def _look(member: _Member, has_closure: bool) -> _Before:
     live, step = member.live().clone(), member.own("step")
     taken = 0.0 if step is None else step.item() if step.device.type == "cpu" else None
     average = live if taken == 0 else _average(member, live)
-    if taken is None:
+    if step is not None and taken is None:
         average = torch.where(step == 0, live, average)
     before = _Before(live, average.to(average_dtype(live)), taken, slope=None)
     return before if has_closure else before._replace(slope=_slope(member, before))

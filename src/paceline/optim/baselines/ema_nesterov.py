@@ -88,7 +88,8 @@ class EMANesterov(Wrapper):
             finish_(chunk, among, recipe, type(self.base).__name__)
             for parameter, state in zip(chunk.parameters, chunk.states, strict=True):
                 if parameter in among:  # how far y is beyond x, in units of x − E
-                    state["beyond"] = torch.tensor(-recipe.pullback_strength * (1 - group["decay"]))
+                    beyond = -recipe.pullback_strength * (1 - group["decay"])
+                    state["beyond"] = torch.tensor(beyond, dtype=torch.float64)
 
     def _abandon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Nothing was changed."""
