@@ -27,7 +27,7 @@ from torch.optim import AdamW
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import paceline
-from paceline import PACE
+from paceline import PACE, Pullback
 
 Step = Callable[[], Any]
 
@@ -80,6 +80,8 @@ RIVALS: dict[str, Callable[[list[Tensor]], Step]] = {
     "PACE foreach, relative": lambda p: PACE(p, foreach=True, gain="relative", pullback_strength=0.5).step,
     "PACE foreach, return_power": lambda p: PACE(p, foreach=True, return_power=0.8).step,
     "PACE loop": lambda p: PACE(p, foreach=False).step,
+    "Pullback(AdamW fused)": lambda p: Pullback(AdamW(p, fused=True)).step,
+    "Pullback(AdamW fused), strength 0": lambda p: Pullback(AdamW(p, fused=True), pullback_strength=0.0).step,
 }
 
 

@@ -169,8 +169,7 @@ ROWS = {
 if "AdamCScheduleFreePlusPaper" in dir(schedulefree):  # after release 1.4.1
     ROWS["ScheduleFree+"] = Row(
         lambda p, lr: ScheduleFree(schedulefree.AdamCScheduleFreePlusPaper(p, lr=lr)),
-        lr=1.0,
-        keeps_grad=False,
+        lr=0.1,
         own_clock=False,
         needs_closure=True,
     )

@@ -135,6 +135,8 @@ def load_weights(problem, weights):
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")
 def test_state_round_trip_at_every_one_of_40_steps(name, way, tmp_path):
     """S1: saved and loaded into a fresh optimizer after each step; 40 times in one run, bit for bit."""
+    if ROWS[name].needs_closure and way is by_distributed_checkpoint:
+        pytest.skip("torch asks a fresh optimizer for a step without a closure")
     uninterrupted, problem = Problem(name), Problem(name)
     for k in range(40):
         uninterrupted.step(k)

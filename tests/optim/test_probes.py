@@ -22,7 +22,7 @@ from problems import (
     train,
     trained,
 )
-from reference import Reference
+from reference import Reference, SGDReference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import PACE, Pullback, averaged_weights, reset_average
@@ -109,7 +109,8 @@ def assert_close(ours, expected, tolerance):
         if math.isinf(expected[key]):
             assert ours[key] > 1e37, key  # the largest number stands for an infinite strength
         else:
-            assert ours[key] == pytest.approx(expected[key], rel=tolerance, abs=slack), key
+            close = math.isclose(ours[key], expected[key], rel_tol=tolerance, abs_tol=slack)
+            assert close, (key, ours[key], expected[key])
 
 
 def assert_reading(reading, seen, tolerance=1e-10):
@@ -133,7 +134,7 @@ def pullback(parameters, foreach=False, **settings):
 MAKERS = [pace, pullback]
 
 
-def assert_all_readings(make, name, steps=7, **options):
+def assert_all_readings(make, name, steps=6, **options):
     parameters = make_parameters()
     references = [Reference(p.detach().numpy(), **{"lr": 1e-2, **VARIANTS[name]}) for p in parameters]
     optimizer = make(parameters, **options, **VARIANTS[name])
@@ -157,33 +158,17 @@ def test_figures_of_pullback_around_adamw(name):
     assert_all_readings(pullback, name)
 
 
-class Descent(Reference):
-    """Plain gradient descent in place of AdamW."""
-
-    def step(self, gradient):
-        self.t += 1
-        old, rate = self.live, (1 + self.t) ** -self.power
-        self.raw = old - self.lr * gradient
-        self.gain = np.full_like(old, min(rate * self.strength, self.max_gain))
-        if self.gap == "pre":
-            self.live = self.raw + self.gain * (self.average - old)
-            self.average = (1 - rate) * self.average + rate * self.live
-        else:
-            self.average = (1 - rate) * self.average + rate * self.raw
-            self.live = self.raw + self.gain * (self.average - self.raw)
-
-
 @pytest.mark.parametrize("gap", ["pre", "lookahead"])
 @pytest.mark.parametrize("strength", [0.5, 3.0, -0.5])
 def test_figures_of_pullback_around_sgd(strength, gap):
     parameters = make_parameters()
     settings = {"pullback_strength": strength, "gain": "uniform", "gap": gap}
-    references = [Descent(p.detach().numpy(), lr=0.1, **settings) for p in parameters]
-    optimizer = Pullback(torch.optim.SGD(parameters, lr=0.1), **settings)
+    references = [SGDReference(p.detach().numpy(), lr=0.1, **settings) for p in parameters]
+    optimizer = Pullback(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), **settings)
     telemetry = probe(optimizer, every=1)
-    for gradients in make_gradients(7):
+    for gradients in make_gradients(6):
         advance(optimizer, parameters, [gradients])
-        seen = {f"0.{i}": see(r, g.numpy()) for i, (r, g) in enumerate(zip(references, gradients))}
+        seen = {f"0.{i}": see(r, g) for i, (r, g) in enumerate(zip(references, gradients))}
         assert_reading(telemetry.last, seen)
     if strength == 3.0:
         assert telemetry.history[0].overall.saturated == 1
@@ -388,15 +373,14 @@ def test_samples_are_small_and_favour_no_column(size):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_training_is_the_same_to_the_bit(name, make, foreach):
     runs = []
-    for every in (None, 1, 3):
+    for every in (None, 2):
         parameters = make_parameters(dtype=torch.float32)
         optimizer = make(parameters, foreach, **VARIANTS[name])
         if every:
             probe(optimizer, every=every)
-        advance(optimizer, parameters, make_gradients(7))
+        advance(optimizer, parameters, make_gradients(5))
         runs.append(everything(optimizer))
-    assert_same_bits(runs[0], runs[1])
-    assert_same_bits(runs[0], runs[2])
+    assert_same_bits(*runs)
 
 
 class Operations(TorchDispatchMode):
@@ -718,16 +702,16 @@ def test_normal_training_does_not_warn():
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     optimizer = PACE(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda t: min(1, (t + 1) / 50) * (1 + math.cos(math.pi * t / 300)) / 2
+        optimizer, lambda t: min(1, (t + 1) / 50) * (1 + math.cos(math.pi * t / 200)) / 2
     )
     telemetry = probe(optimizer, every=1)
-    for _ in range(300):
+    for _ in range(200):
         x = torch.randn(16, 4)
         optimizer.zero_grad()
         (model(x) - x.sum(1, keepdim=True).sin()).square().mean().backward()
         optimizer.step()
         schedule.step()
-    assert len(telemetry.history) == 300
+    assert len(telemetry.history) == 200
     assert telemetry.history[10].overall.lr == pytest.approx(1e-2 * 11 / 50, rel=0.01)
 
 

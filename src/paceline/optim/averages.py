@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from paceline.optim.checks import is_number, require
-from paceline.optim.foreach import alike, move_averages_
+from paceline.optim.foreach import chunks, move_averages_
 from paceline.optim.loading import Format
 from paceline.optim.rule import averaging_rate
 from paceline.optim.state import State, allocate_averages, conform_averages, real, take_averages
@@ -299,7 +299,7 @@ class Averages(Wrapper):
         tensors = [(parameter, self._memory[parameter]) for parameter in moved]
         if group is self.param_groups[0]:
             tensors += [(buffer, self._buffer_memory[name]) for name, buffer in self._buffers()]
-        for chunk in alike(tensors, lambda item: (item[0], item[1]["step"].item())):
+        for chunk in chunks(tensors, lambda item: (item[0], item[1]["step"].item())):
             states = [state for _, state in chunk]
             lives = [real(tensor.detach()) for tensor, _ in chunk]
             torch._foreach_add_([state["step"] for state in states], 1)

@@ -44,32 +44,31 @@ class Lists(NamedTuple):
 def foreach_step_(slots: Sequence[Slot], recipe: Recipe) -> None:
     """One step for all slots of a parameter group, in place."""
     torch._foreach_add_([slot.step for slot in slots], 1)
-    for chunk in _chunks(slots, recipe):
+    on_device = stays_on_device(recipe)
+    for chunk in chunks(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
         _step_chunk_(chunk, recipe)
 
 
-def _chunks(slots: Iterable[Slot], recipe: Recipe) -> Iterator[list[Slot]]:
-    """Slots that one foreach call can take together, and not too many at once."""
-    on_device = stays_on_device(recipe)
-    for group in alike(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
-        chunk: list[Slot] = []
-        size = 0
-        for slot in group:
-            if chunk and size + slot.live.numel() > CHUNK_ELEMENTS:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(slot)
-            size += slot.live.numel()
-        yield chunk
+def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Iterator[list[T]]:
+    """Items that one foreach call can take together, and not too many at once.
 
-
-def alike(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> list[list[T]]:
-    """Items by device, dtype and mesh of their tensor and whatever else `key` gives."""
-    groups: dict[object, list[T]] = {}
+    `key` gives an item's tensor, which decides by device, dtype and mesh, and whatever else must agree.
+    """
+    alike: dict[object, list[T]] = {}
     for item in items:
         tensor, rest = key(item)
-        groups.setdefault((tensor.device, tensor.dtype, mesh_of(tensor), rest), []).append(item)
-    return list(groups.values())
+        alike.setdefault((tensor.device, tensor.dtype, mesh_of(tensor), rest), []).append(item)
+    for group in alike.values():
+        chunk: list[T] = []
+        size = 0
+        for item in group:
+            elements = key(item)[0].numel()
+            if chunk and size + elements > CHUNK_ELEMENTS:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(item)
+            size += elements
+        yield chunk
 
 
 def _step_chunk_(chunk: list[Slot], recipe: Recipe) -> None:

@@ -180,7 +180,8 @@ def steps_taken(optimizer: Optimizer) -> int:
     # Without a memory of ours the count will go on from that of the optimizer underneath.
     counts = [member.state.get(own, member.state.get("step", 0)) for member in _members(optimizer)]
     # tolist reads a tensor on the host without an operation.
-    return max(int(count.tolist() if isinstance(count, Tensor) else count) for count in counts)
+    taken: list[Any] = [count.tolist() if isinstance(count, Tensor) else count for count in counts]
+    return int(max(taken))
 
 
 class _Alarm:

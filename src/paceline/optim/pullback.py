@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from paceline.optim import weights
-from paceline.optim.foreach import Lists, alike, control_, denominators_of, gaps_of
+from paceline.optim.foreach import Lists, chunks, control_, denominators_of, gaps_of
 from paceline.optim.loading import Format
 from paceline.optim.moments import SecondMoment, second_moment
 from paceline.optim.recipe import Gain, Gap, Recipe, check_control
@@ -35,7 +35,8 @@ class Pullback(Wrapper):
         average' = (1 − rate) · average + rate · live'    rate = (1 + t)^-ema_power
 
     With strength 0 it is a passive average beside any optimizer. A step keeps the gap, one copy of the
-    live weights in at least float32, until the base's step is taken (none under gap="lookahead").
+    live weights in at least float32, until the base's step is taken (none under gap="lookahead"), and
+    works on chunks of 2^24 elements after it.
 
     The wrapper is an Optimizer itself: give it, not the base, to schedulers, scalers and checkpoints.
     Settings below may differ between groups: put them into the base's groups.
@@ -172,19 +173,19 @@ def prepare(
     def key(parameter: Tensor) -> tuple[Tensor, object]:
         return parameter, None if on_device else memory[parameter]["step"].item()
 
-    chunks = []
-    for alikes in alike(parameters, key):
-        states = [memory[parameter] for parameter in alikes]
+    prepared = []
+    for alike in chunks(parameters, key):
+        states = [memory[parameter] for parameter in alike]
         recipe = recipe_at(states[0]["step"] + 1 if on_device else states[0]["step"].item() + 1)
         ats = [at_step(state["step"] + 1, recipe) for state in (states if on_device else states[:1])]
         ats = ats if on_device else ats * len(states)
-        lives = [real(parameter.detach()) for parameter in alikes]
+        lives = [real(parameter.detach()) for parameter in alike]
         for live, state, at in zip(lives, states, ats, strict=True):
             for average in state.keys() & {"average", "returned"}:
                 seed_average_(real(state[average]), live, at.t)
         averages = [real(state["average"]) for state in states]
-        chunks.append(Chunk(alikes, states, ats, gaps_of(averages, lives, ats, recipe)))
-    return chunks
+        prepared.append(Chunk(alike, states, ats, gaps_of(averages, lives, ats, recipe)))
+    return prepared
 
 
 def finish_(chunk: Chunk, moments: dict[Tensor, SecondMoment | None], recipe: Recipe, base: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.optim.averaging import Averaging
 from paceline.optim.loading import Saved, take_in
@@ -228,7 +229,13 @@ def _known(loss: Any, base: object) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    if is_traceable_wrapper_subclass(value):  # sharded or low-bit: not all of them can be cloned
+        names, context = value.__tensor_flatten__()
+        parts = {name: _copy(getattr(value, name)) for name in names}
+        return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
+    return value.detach().clone()
 
 
 def _needs_closure(base: Optimizer) -> bool:

@@ -1,0 +1,364 @@
+"""Break the library on purpose, one place at a time: a test has to notice. Part of `make test-all`.
+
+    python tests/mutation.py                        all of mutants.py, two at a time
+    python tests/mutation.py --only rule-gap-sign   some of them, by name
+    python tests/mutation.py --list                 what there is
+    python tests/mutation.py --record FILE.json     the result as JSON, and beside it as a table, FILE.md
+
+Each job works in a copy of the repository of its own. A mutant is killed if one of the tests named for it
+fails or hangs; one that survives those is tried on the whole suite before it counts as survived.
+"""
+
+import argparse
+import json
+import os
+import platform
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[1]
+SOURCE = Path("src/paceline/optim")
+NOT_COPIED = (".venv", ".git", "__pycache__", ".*_cache", ".hypothesis", "demo-output", "build", "dist")
+# Compares the source with mutants.py, so it would kill each of them.
+NOT_A_KILLER = "tests/test_mutants.py"
+LIMIT_S = 300  # of the tests named for one mutant, which take seconds
+SUITE_LIMIT_S = 3600
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+
+
+class Stopped(Exception):
+    """By Ctrl-C, or because another job found that the run makes no sense."""
+
+
+class Unusable(Exception):
+    """The tests cannot be run, or fail on the library as it is; the message says more."""
+
+
+# --- Running tests --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    code: int | None  # None: it took too long
+    output: str
+
+    def passed(self) -> bool:
+        """False for a test that failed (1), a crash (a signal's negative number) and a hang."""
+        if self.code is not None and self.code > 1:  # e.g. no such test, which says nothing of a mutant
+            raise Unusable(f"exit code {self.code}:\n{self.output[-3000:]}")
+        return self.code == 0
+
+    def failure(self) -> str:
+        """The first test that failed."""
+        if self.code is None:
+            return "(hangs)"
+        found = FAILED.search(self.output)
+        return found[1] if found else f"(exit code {self.code})"
+
+
+class Processes:
+    """What is running, so that all of it can be ended at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def run(self, command: list[str], folder: Path, environment: dict[str, str], limit_s: float) -> Run:
+        with self._lock:
+            if self._stopped:
+                raise Stopped
+            # A session of its own: tests start processes too, and those must end with it.
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._running.add(process)
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+            run = Run(process.returncode, output)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            run = Run(None, process.communicate()[0])
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        if self._stopped:
+            raise Stopped
+        return run
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                _end(process)
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class Copy:
+    """A copy of the repository, in which one job breaks the library and runs tests."""
+
+    def __init__(self, original: Path, folder: Path, processes: Processes) -> None:
+        shutil.copytree(original, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        self.folder = folder
+        self._processes = processes
+        temporary = folder.with_name(f"{folder.name}-temporary")
+        temporary.mkdir()
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": str(folder / "src"),
+            # A mutant may have the size and the second of the file it replaces, and by these Python
+            # decides whether a compiled one is up to date.
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temporary),
+        }
+        # The environment may have the original installed, editable.
+        found = self._python("-c", "import paceline; print(paceline.__file__)", limit_s=LIMIT_S).output
+        if not Path(found.strip()).is_relative_to(folder / "src"):
+            raise Unusable(f"the tests would import {found.strip()}, not the copy in {folder}")
+
+    def source(self, mutant: Mutant) -> Path:
+        return self.folder / SOURCE / mutant.file
+
+    def pytest(self, *arguments: str, limit_s: float = LIMIT_S) -> Run:
+        options = ("-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+        return self._python("-m", "pytest", *options, *arguments, limit_s=limit_s)
+
+    def _python(self, *arguments: str, limit_s: float) -> Run:
+        return self._processes.run([sys.executable, *arguments], self.folder, self._environment, limit_s)
+
+    @contextmanager
+    def broken(self, mutant: Mutant) -> Iterator[None]:
+        text = self.source(mutant).read_text()
+        self.source(mutant).write_text(mutant.applied_to(text))
+        try:
+            yield
+        finally:
+            self.source(mutant).write_text(text)
+
+
+# --- Judging a mutant -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    mutant: Mutant
+    verdict: str  # killed, hangs (counts as killed), survived
+    by: str  # the test that failed
+    seconds: float
+
+
+def judge(copy: Copy, mutant: Mutant, whole_suite: bool) -> Outcome:
+    start = time.monotonic()
+    with copy.broken(mutant):
+        run = copy.pytest(*mutant.killers)
+    verdict, by = "killed", "" if run.passed() else run.failure()
+    if run.code is None:
+        verdict = "hangs"
+    elif not by and whole_suite:
+        by = failure_of_the_suite(copy, mutant)
+        # Worth knowing: the mutant should name that test.
+        by = by and f"{by} (not among its killers)"
+    return Outcome(mutant, verdict if by else "survived", by, round(time.monotonic() - start, 1))
+
+
+def failure_of_the_suite(copy: Copy, mutant: Mutant) -> str:
+    """The first test of the whole suite that fails for the mutant and for nothing else, or nothing."""
+    others: list[str] = []
+    while True:
+        deselected = [f"--deselect={test}" for test in others]
+        with copy.broken(mutant):
+            run = copy.pytest(f"--ignore={NOT_A_KILLER}", *deselected, limit_s=SUITE_LIMIT_S)
+        # A suite that is out of time has not decided anything.
+        if run.code is None or run.passed():
+            return ""
+        test = run.failure()
+        if copy.pytest(test).code == 0:
+            return test
+        others.append(test)  # fails on the library as it is, too
+
+
+def check_unchanged(copy: Copy, mutants: list[Mutant]) -> None:
+    """All killers pass on the library as it is; otherwise everything would count as killed."""
+    killers = list(dict.fromkeys(killer for mutant in mutants for killer in mutant.killers))
+    run = copy.pytest(*killers, limit_s=SUITE_LIMIT_S)
+    if not run.passed():
+        raise Unusable(f"fails without any mutant: {run.failure()}\n{run.output[-3000:]}")
+
+
+# --- All of them ----------------------------------------------------------------------------------
+
+
+def run_all(mutants: list[Mutant], jobs: int, whole_suite: bool) -> list[Outcome]:
+    processes = Processes()
+    waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+    for mutant in mutants:
+        waiting.put(mutant)
+    outcomes: list[Outcome] = []
+    trouble: list[BaseException] = []
+
+    def work(copy: Copy) -> None:
+        try:
+            while True:
+                outcome = judge(copy, waiting.get_nowait(), whole_suite)
+                outcomes.append(outcome)
+                show(outcome, len(outcomes), len(mutants))
+        except (queue.Empty, Stopped):
+            pass
+        except BaseException as error:
+            trouble.append(error)
+            processes.stop()
+
+    with tempfile.TemporaryDirectory(prefix="paceline-mutation-", ignore_cleanup_errors=True) as folder:
+        threads: list[threading.Thread] = []
+        try:
+            first = Copy(ROOT, Path(folder) / "0", processes)
+            print(f"unchanged, over all killers of {len(mutants)} mutants …", flush=True)
+            check_unchanged(first, mutants)
+            # From the first copy, so that all are alike even if somebody is editing.
+            rest = [Copy(first.folder, Path(folder) / str(i), processes) for i in range(1, jobs)]
+            threads = [threading.Thread(target=work, args=(copy,)) for copy in (first, *rest)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            processes.stop()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+    if trouble:
+        raise trouble[0]
+    order = {mutant.name: i for i, mutant in enumerate(mutants)}
+    return sorted(outcomes, key=lambda outcome: order[outcome.mutant.name])
+
+
+def show(outcome: Outcome, done: int, total: int) -> None:
+    verdict = outcome.verdict.upper() if outcome.verdict != "killed" else "killed"
+    line = f"{done:>4}/{total}  {outcome.seconds:6.1f} s  {verdict:<8}  {outcome.mutant.name}"
+    print(f"{line}  by {outcome.by}" if outcome.by else line, flush=True)
+
+
+def misplaced(mutants: list[Mutant]) -> list[str]:
+    """What is wrong with the text that mutants replace."""
+    messages = []
+    for mutant in mutants:
+        try:
+            mutant.applied_to((ROOT / SOURCE / mutant.file).read_text())
+        except (ValueError, OSError) as error:
+            messages.append(f"{mutant.name}: {error}")
+    return messages
+
+
+# --- The record -----------------------------------------------------------------------------------
+
+
+def write_record(path: Path, outcomes: list[Outcome], seconds: float) -> None:
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    head = {
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "cpu_cores": os.cpu_count(),
+        "seconds": round(seconds),
+        "mutants": len(outcomes),
+        "killed": counts["killed"] + counts["hangs"],
+        "of which hang": counts["hangs"],
+        "survived": counts["survived"],
+    }
+    rows = [
+        {"name": o.mutant.name, "file": o.mutant.file, "verdict": o.verdict, "by": o.by, "seconds": o.seconds}
+        for o in outcomes
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**head, "results": rows}, indent=1, ensure_ascii=False) + "\n")
+    lines = [f"{key}: {value}  " for key, value in head.items()]
+    lines += ["", "| mutant | file | verdict | by | s |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {' | '.join(str(value).replace('|', chr(92) + '|') for value in row.values())} |" for row in rows
+    ]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
+    parser.add_argument("--killers-only", action="store_true", help="spare survivors the whole suite")
+    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write the result, and FILE.md")
+    parser.add_argument("--list", action="store_true", help="name the mutants and do nothing")
+    arguments = parser.parse_args()
+    names = {mutant.name for mutant in MUTANTS}
+    if unknown := set(arguments.only or ()) - names:
+        parser.error(f"no such mutant: {', '.join(sorted(unknown))}; see --list")
+    mutants = [mutant for mutant in MUTANTS if not arguments.only or mutant.name in arguments.only]
+    if arguments.list:
+        print("\n".join(f"{mutant.file:28} {mutant.name}" for mutant in mutants))
+        return 0
+    if messages := misplaced(mutants):
+        print("\n".join(messages))
+        return 1
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and cleans up
+    start = time.monotonic()
+    try:
+        outcomes = run_all(mutants, arguments.jobs, not arguments.killers_only)
+    except KeyboardInterrupt:
+        print("stopped")
+        return 130
+    except Unusable as error:
+        print(error)
+        return 1
+    seconds = time.monotonic() - start
+    if arguments.record:
+        write_record(arguments.record, outcomes, seconds)
+    survived = [outcome.mutant for outcome in outcomes if outcome.verdict == "survived"]
+    killed = len(outcomes) - len(survived)
+    print(f"\n{killed} of {len(outcomes)} mutants killed in {seconds / 60:.1f} minutes")
+    for mutant in survived:
+        print(f"survived: {mutant.name} ({mutant.file})\n{mutant.difference()}")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
