@@ -11,11 +11,7 @@ from lion_pytorch import Lion
 from torch import nn, optim
 
 from paceline import BEMA, PACE, Averages, Blend, FixedDecay, HalfLife, Polynomial, PowerLaw, Pullback
-from paceline.optim.baselines.ademamix import AdEMAMix
-from paceline.optim.baselines.ema_nesterov import EMANesterov
-from paceline.optim.baselines.gpa import GPA
-from paceline.optim.baselines.lookahead import lookahead
-from paceline.optim.baselines.schedule_free import ScheduleFree
+from paceline.optim.baselines import GPA, AdEMAMix, EMANesterov, ScheduleFree, lookahead
 
 SHAPES = [(4, 3), (5,), (), (2, 3, 2)]
 MATRICES = [(4, 3), (3, 3)]

@@ -10,10 +10,7 @@ from problems import advance, assert_same_bits, make_gradients, make_parameters,
 from torch import nn, optim
 
 from paceline import Averages, FixedDecay, Pullback, averaged_weights
-from paceline.optim.baselines.ema_nesterov import EMANesterov
-from paceline.optim.baselines.gpa import GPA
-from paceline.optim.baselines.lookahead import lookahead
-from paceline.optim.baselines.schedule_free import ScheduleFree
+from paceline.optim.baselines import GPA, EMANesterov, ScheduleFree, lookahead
 
 STEPS = 60
 

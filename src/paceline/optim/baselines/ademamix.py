@@ -121,7 +121,7 @@ class AdEMAMix(Optimizer):
     of a steady gradient, because smaller moves round to none; keep the parameters in float32.
 
     >>> import torch
-    >>> from paceline.optim.baselines.ademamix import AdEMAMix
+    >>> from paceline.optim.baselines import AdEMAMix
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = AdEMAMix(model.parameters(), lr=1e-3, alpha_warmup=1000, beta3_warmup=1000)
     >>> model(torch.ones(4, 2)).square().mean().backward()

@@ -52,7 +52,7 @@ class EMANesterov(Wrapper):
         start, stop: the steps between which it pushes; stop None: to the end.
 
     >>> import torch
-    >>> from paceline.optim.baselines.ema_nesterov import EMANesterov
+    >>> from paceline.optim.baselines import EMANesterov
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = EMANesterov(torch.optim.AdamW(model.parameters()), push=0.3, start=10, stop=70)
     """

@@ -38,12 +38,13 @@ class GPA(Wrapper):
     and returned. Two copies of the weights are kept, so that showing the average is exact.
 
     The authors' settings: mu_y = 0.7, mu_x = 0.9^(1/H), as smooth as DiLoCo with H inner steps (H = 32:
-    0.9967), on AdamW. Decoupled weight decay is the base's, and acts on `fast`, as in their default.
+    0.9967), on AdamW. Decoupled weight decay is the base's, and acts on `fast`, as in the paper; their code
+    lets a decayed `fast` into the update of y twice, so that with weight decay the two differ.
     mu_x = 0 is the base itself; mu_y = 0 the base with an EMA beside it; on SGD with rate lr/(1 − μ),
     mu_x = mu_y = μ is Nesterov momentum μ and mu_x = μ, mu_y = 1 heavy-ball momentum μ.
 
     >>> import torch
-    >>> from paceline.optim.baselines.gpa import GPA
+    >>> from paceline.optim.baselines import GPA
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = GPA(torch.optim.AdamW(model.parameters()), mu_x=0.9 ** (1 / 16))
     """

@@ -17,7 +17,7 @@ def lookahead(base: Optimizer, *, k: int = 5, alpha: float = 0.5) -> Pullback:
     kept through a synchronisation.
 
     >>> import torch
-    >>> from paceline.optim.baselines.lookahead import lookahead
+    >>> from paceline.optim.baselines import lookahead
     >>> parameter = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = lookahead(torch.optim.SGD([parameter], lr=0.1), k=2)
     >>> for _ in range(2):

@@ -34,7 +34,7 @@ class ScheduleFree(Wrapper):
     warm-up (`warmup_steps`), no decay of the rate. The package overwrites `.grad` in its step.
 
     >>> import torch, paceline, schedulefree
-    >>> from paceline.optim.baselines.schedule_free import ScheduleFree
+    >>> from paceline.optim.baselines import ScheduleFree
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = ScheduleFree(schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01))
     >>> model(torch.ones(4, 2)).square().mean().backward()
