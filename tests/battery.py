@@ -177,13 +177,13 @@ averaging_rows = pytest.mark.parametrize("name", [n for n, row in ROWS.items() i
 class Problem:
     """A quadratic with noise: parameters, and gradients of 0.5 · scale · |parameter − target|²."""
 
-    def __init__(self, name, dtype=torch.float32, seed=0):
+    def __init__(self, name, dtype=torch.float32, seed=0, device="cpu"):
         self.row = ROWS[name]
         generator = torch.Generator().manual_seed(seed)
         draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
-        self.model = nn.ParameterList(draw(shape).to(dtype) for shape in self.row.shapes)
+        self.model = nn.ParameterList(draw(shape).to(device, dtype) for shape in self.row.shapes)
         self.parameters = list(self.model)
-        self.targets = [draw(s) for s in self.row.shapes]
+        self.targets = [draw(shape).to(device) for shape in self.row.shapes]
         self.optimizer = self.row.make(self.parameters, self.row.lr)
 
     def loss(self):
@@ -194,7 +194,7 @@ class Problem:
         """The gradients of step k: a pure function of the weights and of k."""
         noise = torch.Generator().manual_seed(1000 + k)
         return [
-            (scale * (p.detach().double() - t) + 0.1 * _noise(t.shape, noise)).to(p.dtype)
+            (scale * (p.detach().double() - t) + 0.1 * _noise(t, noise)).to(p.dtype)
             for p, t in zip(self.parameters, self.targets, strict=True)
         ]
 
@@ -222,5 +222,5 @@ class Problem:
         return self
 
 
-def _noise(shape, generator):
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+def _noise(like, generator):
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)

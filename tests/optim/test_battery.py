@@ -443,11 +443,15 @@ def test_until_the_first_step_the_average_is_live(name):
             parameter.fill_(3.0)  # weights loaded after construction count
     with averaged_weights(problem.optimizer):
         assert all((parameter == 3.0).all() for parameter in problem.parameters)
-    loaded = Problem(name)
-    load_weights(loaded, problem.parameters)
-    problem.run(4)
-    loaded.run(4)
-    assert_same_bits(everything(problem.optimizer), everything(loaded.optimizer))
+    late = Problem(name)
+    load_weights(late, problem.parameters)  # with nobody looking in between
+    early = Problem(name)
+    load_weights(early, problem.parameters)
+    early.optimizer = ROWS[name].make(early.parameters, ROWS[name].lr)
+    for each in (problem, late, early):
+        each.run(4)
+    assert_same_bits(everything(late.optimizer), everything(early.optimizer))
+    assert_same_bits(everything(problem.optimizer), everything(early.optimizer))
 
 
 @averaging_rows

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from battery import ROWS, Problem, averaging_rows, rows
 from problems import PATHS, VARIANTS, advance, assert_same_bits, everything, make_gradients, make_parameters
 from reference import Reference
+from torch import optim
 
-from paceline import PACE, averaged_state_dict, averaged_weights, reset_average
+from paceline import PACE, Pullback, averaged_state_dict, averaged_weights, reset_average
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -221,3 +223,97 @@ def test_golden_trajectories():
         optimizer.step()
         golden = data["partly_clipped/p/0"][i]
         assert np.abs(parameter.detach().cpu().numpy() - golden).max() <= 1e-12 * np.abs(golden).max()
+
+
+# --- Wrappers and baselines -----------------------------------------------------------------------
+
+
+@rows
+def test_every_row_is_the_same_on_both_devices(name):
+    """float64, to rounding; Muon works in bfloat16 inside, where sums of other order round otherwise."""
+    tolerance = 3e-2 if "Muon" in name else 1e-9
+    here, there = (Problem(name, torch.float64, device=device).run(20) for device in ("cpu", "cuda"))
+    for p, q in zip(here.parameters, there.parameters, strict=True):
+        assert (p - q.cpu()).abs().max() <= tolerance
+        state, other = here.optimizer.state[p], there.optimizer.state[q]
+        assert state.keys() == other.keys()
+    if ROWS[name].keeps_average:
+        with averaged_weights(here.optimizer), averaged_weights(there.optimizer):
+            for p, q in zip(here.parameters, there.parameters, strict=True):
+                assert (p - q.cpu()).abs().max() <= tolerance
+
+
+@averaging_rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_row_shows_and_takes_back(name, dtype):
+    if name == "Pullback NAdam" and dtype == torch.bfloat16:
+        pytest.skip("torch's own loading rounds NAdam's mu_product to bfloat16")
+    problem = Problem(name, dtype, device="cuda").run(8)
+    before = on_cpu(everything(problem.optimizer))
+    with averaged_weights(problem.optimizer):
+        shown = [p.detach().clone() for p in problem.parameters]
+    assert_same_bits(on_cpu(everything(problem.optimizer)), before)
+    assert not all(torch.equal(p, s) for p, s in zip(problem.parameters, shown, strict=True))
+    fresh = Problem(name, dtype, seed=3, device="cuda")
+    with torch.no_grad():
+        for p, q in zip(fresh.parameters, problem.parameters, strict=True):
+            p.copy_(q)
+    fresh.optimizer.load_state_dict(copy.deepcopy(problem.optimizer.state_dict()))
+    assert_same_bits(on_cpu(everything(fresh.optimizer)), before)
+
+
+@pytest.mark.parametrize("name", [n for n in ROWS if "Adafactor" not in n])  # torch's own reads on the host
+def test_no_step_waits_for_the_device(name):
+    problem = Problem(name, device="cuda").run(3)
+    problem.set_gradients(3)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "kind", [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}]
+)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_pullback_of_adamw_is_pace(name, kind):
+    """Bit for bit on the foreach path; a kernel of one tensor, or a fused one, rounds in its own way."""
+    if {"maximize", "betas", "eps", "weight_decay"} & VARIANTS[name].keys():
+        pytest.skip("AdamW's own settings")
+    ours, theirs = on_gpu(), on_gpu()
+    shared = {} if "fused" in kind else kind
+    pace = PACE(ours, lr=1e-2, **shared, **VARIANTS[name])
+    pullback = Pullback(optim.AdamW(theirs, lr=1e-2, **kind), **VARIANTS[name])
+    for step in gradients_on_gpu(20):
+        advance(pace, ours, [step])
+        advance(pullback, theirs, [step])
+    exact = kind.get("foreach", False)
+    for p, q in zip(ours, theirs, strict=True):
+        for a, b in ((p, q), (pace.state[p]["average"], pullback.state[q]["pullback_average"])):
+            assert torch.equal(a, b) if exact else (a - b).abs().max() <= 1e-5
+
+
+def test_a_captured_graph_of_pullback_replays_the_eager_steps():
+    eager, captured = on_gpu(), on_gpu()
+    gradients = gradients_on_gpu(12)
+    settings = {"pullback_strength": 3.0, "update_every": 3, "return_power": 0.8}
+    one, two = (Pullback(optim.AdamW(p, lr=1e-2, capturable=True), **settings) for p in (eager, captured))
+    advance(one, eager, gradients)
+    advance(two, captured, gradients[:2])
+    static = [g.clone() for g in gradients[2]]
+    for p, g in zip(captured, static, strict=True):
+        p.grad = g.to(p.dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        two.step()
+    for step in gradients[2:]:
+        for p, g in zip(captured, step, strict=True):
+            p.grad.copy_(g)
+        graph.replay()
+    torch.cuda.synchronize()
+    for p, q in zip(eager, captured, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(one.state[p]["pullback_returned"], two.state[q]["pullback_returned"])
+        assert two.state[q]["pullback_step"] == 12

@@ -174,3 +174,13 @@ def test_a_hugging_face_model_loads_back_as_the_average(wrap, tie, tmp_path):
     loaded.eval()
     with averaged_weights(optimizer), torch.no_grad():
         assert torch.equal(model(input_ids=tokens).logits, loaded(input_ids=tokens).logits)
+
+
+def test_before_the_first_step_the_export_is_live():
+    """Weights that were loaded after the optimizer was made."""
+    model = nn.Linear(3, 2)
+    optimizer = PACE(model.parameters())
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    assert list(optimizer.returned_averages()) == []
+    assert (averaged_state_dict(model, optimizer)["weight"] == 7.0).all()

@@ -329,3 +329,38 @@ def test_a_load_in_inference_mode_and_a_state_carried_from_adamw():
     reset_average(pace)
     advance(pace, parameters, make_gradients(1))
     assert pace.state[parameters[0]]["step"].item() == 3
+
+
+def test_right_after_a_load_the_state_is_complete():
+    """Steps in float64, and a state for parameters that the saved one has none for."""
+    parameters, others = make_parameters(), make_parameters()
+    adamw = torch.optim.AdamW(parameters, lr=1e-2)
+    advance(adamw, parameters, [[*make_gradients(1)[0][:3], None]])
+    optimizer = PACE(others, lr=1e-2)
+    with pytest.warns(UserWarning, match="no 'average' for 3 parameter"):
+        optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    for i, parameter in enumerate(others):
+        state = optimizer.state[parameter]
+        assert state["step"].dtype == torch.float64 and state["step"] == (i < 3)
+        assert {"exp_avg", "exp_avg_sq", "average"} <= state.keys()
+
+
+def test_a_fresh_state_without_averages_lacks_nothing():
+    """Before the first step the average is live anyway: no warning."""
+    parameters, others = make_parameters(), make_parameters()
+    saved = copy.deepcopy(PACE(parameters).state_dict())
+    for entries in saved["state"].values():
+        del entries["average"]
+    PACE(others).load_state_dict(saved)
+
+
+def test_live_weights_of_another_shape_are_refused():
+    parameters = make_parameters()
+    optimizer = run(parameters, make_gradients(3))
+    before = everything(optimizer)
+    with averaged_weights(optimizer):
+        saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["live"] = torch.zeros(7)
+    with pytest.raises(ValueError, match=r"saved live of parameter 1 of group 0 has shape \(7,\)"):
+        optimizer.load_state_dict(saved)
+    assert_same_bits(everything(optimizer), before)

@@ -197,6 +197,22 @@ def test_figures_in_float32(name, foreach):
     assert_reading(telemetry.last, seen, tolerance=1e-5)
 
 
+def test_the_pull_of_lookahead_is_exact_late_in_a_run():
+    """In float32, when the average moves by a thousandth of the way and its move is mostly rounding."""
+    (gradients,) = make_gradients(1, seed=7, shapes=[(1000,)])
+    figures = []
+    for dtype in (torch.float64, torch.float32):
+        parameters = make_parameters(dtype=dtype, shapes=[(1000,)])
+        optimizer = pace(parameters, gap="lookahead", gain="uniform", pullback_strength=100.0, lr=1e-3)
+        advance(optimizer, parameters, make_gradients(1, shapes=[(1000,)]))
+        optimizer.state[parameters[0]]["step"].fill_(1e6)
+        telemetry = probe(optimizer, every=1)
+        advance(optimizer, parameters, [gradients])
+        figures.append(telemetry.last.overall)
+    assert 0.05 < figures[0].gain.mean < 0.2
+    assert figures[1].pull_to_step == pytest.approx(figures[0].pull_to_step, rel=3e-4)
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_groups_names_and_missing_gradients(make):
     """Groups with settings of their own, one not pulled; tensors that lag behind or were not moved."""
@@ -406,10 +422,10 @@ def operations_of_a_step(optimizer, parameters, seed=3):
 
 
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("make", MAKERS)
-def test_steps_that_are_not_due_dispatch_nothing_more(make, foreach):
+@pytest.mark.parametrize("make, settings", [(pace, {}), (pace, {"skip_nonfinite": True}), (pullback, {})])
+def test_steps_that_are_not_due_dispatch_nothing_more(make, settings, foreach):
     parameters = make_parameters()
-    optimizer = make(parameters, foreach)
+    optimizer = make(parameters, foreach, **settings)
     advance(optimizer, parameters, make_gradients(2))
     unprobed = operations_of_a_step(optimizer, parameters)  # 3
     telemetry = probe(optimizer, every=5)
@@ -516,6 +532,17 @@ def test_a_reset_average_has_no_gap():
     assert [gap == 0 for gap in gaps] == [True, False, False, True, False]
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_weights_loaded_before_the_first_step_have_no_gap(make):
+    parameters = make_parameters()
+    optimizer = make(parameters)
+    telemetry = probe(optimizer, every=1)
+    with torch.no_grad():
+        parameters[0].add_(1.0)
+    advance(optimizer, parameters, make_gradients(1))
+    assert telemetry.last.overall.gap_rms == 0
+
+
 def test_a_skipped_step_is_not_read_nor_counted():
     parameters = make_parameters()
     optimizer = pace(parameters, skip_nonfinite=True)
@@ -576,6 +603,18 @@ def test_a_base_that_has_run_before_is_counted_on():
     advance(optimizer, parameters, make_gradients(3))
     assert [reading.t for reading in telemetry.history] == [5]
     assert telemetry.last.overall.t == 5
+
+
+def test_a_state_of_the_base_alone_is_counted_on():
+    parameters = make_parameters()
+    base = torch.optim.AdamW(parameters, lr=1e-2)
+    advance(base, parameters, make_gradients(3))
+    optimizer = pullback(parameters)
+    telemetry = probe(optimizer, every=5)
+    with pytest.warns(UserWarning, match="average"):
+        optimizer.load_state_dict(base.state_dict())
+    advance(optimizer, parameters, make_gradients(3))
+    assert [(reading.t, reading.overall.t) for reading in telemetry.history] == [(5, 5)]
 
 
 def test_close_and_block():
@@ -749,14 +788,15 @@ def test_counts_on_a_gpu(name):
         parameters = [p.detach().cuda().requires_grad_() for p in make_parameters()]
         optimizer = pace(parameters, True, capturable=capturable, **VARIANTS[name])
         telemetry = probe(optimizer, every=2)
-        gradients = [[g.cuda() for g in step] for step in make_gradients(6)]
+        gradients = [[*(g.cuda() for g in step[:3]), None] for step in make_gradients(6)]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            advance(optimizer, parameters, gradients)
+            for given in gradients:
+                optimizer.step(partial(set_gradients, parameters, given))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         readings.append([reading.flat(tensors=True) for reading in telemetry.history])
-    assert len(readings[1]) == 3
+    assert len(readings[1]) == 3 and "0.3/lr" not in readings[1][0]
     for ours, expected in zip(*readings, strict=True):
         assert ours == pytest.approx(expected, rel=1e-9)
 

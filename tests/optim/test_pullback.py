@@ -117,6 +117,21 @@ def test_a_base_in_use_is_wrapped_with_its_state():
         assert torch.allclose(optimizer.state[p]["pullback_average"], expected, rtol=1e-12)
 
 
+def test_weights_loaded_between_wrapping_and_the_next_step_count():
+    parameters = make_parameters()
+    base = optim.AdamW(parameters, lr=1e-2)
+    advance(base, parameters, make_gradients(6))
+    optimizer = Pullback(base, pullback_strength=0.0)
+    with torch.no_grad():
+        for p in parameters:
+            p.fill_(5.0)
+    with averaged_weights(optimizer):
+        assert all((p == 5.0).all() for p in parameters)
+    advance(optimizer, parameters, make_gradients(1))
+    for p in parameters:
+        assert torch.allclose(optimizer.state[p]["pullback_average"], torch.tensor(5.0).double(), atol=0.05)
+
+
 def assert_same_bits_of_states(a, b):
     flat = lambda s: {f"{i}/{k}": v for i, entries in s.items() for k, v in entries.items()}  # noqa: E731
     assert_same_bits(flat(a), flat(b))

@@ -273,3 +273,19 @@ def test_every_coordinate_stays_between_step_and_full_pull(live, average, streng
     low, high = torch.minimum(raw, full), torch.maximum(raw, full)
     ulp = torch.from_numpy(np.spacing(np.maximum(np.abs(raw.numpy()), np.abs(full.numpy()))))
     assert (pulled >= low - ulp).all() and (pulled <= high + ulp).all()
+
+
+def test_the_relative_ratio_is_clipped_at_a_quarter_and_at_four():
+    """And compares √v̂, bias-corrected alike on both sides, with its RMS over the tensor."""
+    root = torch.tensor([1e-3, 0.5, 1.0, 2.0, 20.0], dtype=torch.float64)  # √v̂
+    correction, strength = 0.1, 0.7
+    v = (root * correction) ** 2
+    ratio = RATIOS["relative"](Terms(root.clone(), v, correction, 1e-2, strength, out=None))
+    rms = root.square().mean().sqrt()
+    expected = strength * torch.tensor([4.0, 4.0, 4.0, 4.0, (rms / 20.0).item()], dtype=torch.float64)
+    assert torch.allclose(ratio, expected, rtol=1e-12)
+    wide = torch.ones(21, dtype=torch.float64)
+    wide[4] = 200.0  # RMS 43.7: a ratio of 0.218 before the clip
+    v = (wide * correction) ** 2
+    ratio = RATIOS["relative"](Terms(wide.clone(), v, correction, 1e-2, strength, out=None))
+    assert ratio[4].item() == pytest.approx(0.25 * strength)

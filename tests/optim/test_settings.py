@@ -300,3 +300,25 @@ def test_a_compiled_step_is_the_same_and_settles(name, foreach):
     assert counts[9] == counts[19] > 0, counts
     for ours, theirs in zip(everything(optimizer).values(), everything(twin).values(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("name", ["strong", "saturated", "relative", "lookahead", "every_3", "return_power"])
+def test_device_scalars_of_parameters_of_different_age_and_at_rate_0(name, foreach, monkeypatch):
+    """Each parameter has its own count on the device; a rate of 0 switches the pull off there."""
+    monkeypatch.setattr("paceline.optim.work._get_capturable_supported_devices", lambda: ["cpu"])
+    runs = []
+    for capturable in (False, True):
+        parameters = make_parameters()
+        with torch.no_grad():  # weights that come after construction count
+            optimizer = PACE(parameters, lr=1e-2, foreach=foreach, capturable=capturable, **VARIANTS[name])
+            for parameter in parameters:
+                parameter.add_(1.0)
+        for k, gradients in enumerate(make_gradients(12)):
+            rate = 0.0 if k in (5, 6, 8) else 1e-2
+            tensor = torch.tensor(rate, dtype=torch.float64)
+            optimizer.param_groups[0]["lr"] = tensor if capturable else rate
+            advance(optimizer, parameters, [[g if k >= i else None for i, g in enumerate(gradients)]])
+        runs.append(everything(optimizer))
+    for ours, theirs in zip(runs[1].values(), runs[0].values(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)

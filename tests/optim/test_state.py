@@ -296,3 +296,63 @@ def test_reset_average_starts_again_from_live():
         assert state["step"].item() == 8
         expected = s + 9**-0.5 * (p.detach() - s)  # the first update after the reset, at t = 8
         assert torch.allclose(state["average"], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+def test_averages_are_seeded_by_the_first_step_itself(foreach):
+    """With nobody looking in between: no state_dict, no evaluation."""
+    parameters = make_parameters(dtype=torch.float32)
+    settings = {"lr": 1e-2, "weight_decay": 0.0, "pullback_strength": 30.0, "return_power": 0.9}
+    optimizer = PACE(parameters, foreach=foreach, **settings)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(5.0)
+    advance(optimizer, parameters, [[torch.zeros_like(p) for p in parameters]])
+    for parameter in parameters:
+        for key in ("average", "returned"):
+            assert (optimizer.state[parameter][key] == 5.0).all()
+
+
+def test_all_groups_say_what_the_parameters_hold():
+    """Also one that is added while the average is shown."""
+    parameters = make_parameters()
+    optimizer = PACE([{"params": parameters[:2]}, {"params": parameters[2:3]}], lr=1e-2)
+    advance(optimizer, parameters[:3], [g[:3] for g in make_gradients(3)])
+    optimizer.eval()
+    optimizer.add_param_group({"params": parameters[3:]})
+    saved = optimizer.state_dict()
+    assert [group["parameters_hold"] for group in saved["param_groups"]] == ["average"] * 3
+    assert all("live" in entries for entries in saved["state"].values())  # the new one's too
+    optimizer.train()
+    saved = optimizer.state_dict()
+    assert [group["parameters_hold"] for group in saved["param_groups"]] == ["live"] * 3
+    assert not any("live" in entries for entries in saved["state"].values())
+
+
+def test_a_copy_right_after_loading_knows_the_live_weights_that_came_along():
+    """The model's part of such a checkpoint, the average, may be loaded into the copy still."""
+    model = Net()
+    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
+    advance(optimizer, list(model.parameters()), make_gradients(5))
+    with averaged_weights(optimizer):
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    fresh = Net(seed=4)
+    loaded = PACE(fresh.parameters(), **SETTINGS)
+    loaded.load_state_dict(saved[1])
+    fresh, loaded = copy.deepcopy((fresh, loaded))
+    fresh.load_state_dict(saved[0])
+    loaded.train()
+    assert_same_bits(everything(loaded), everything(optimizer))
+
+
+def test_a_step_count_carried_over_by_hand_counts_on():
+    """In float32, as AdamW keeps it, it would stand still at 2^24."""
+    parameter = torch.ones(2).requires_grad_()
+    optimizer = PACE([parameter])
+    optimizer.state[parameter] = {
+        "step": torch.tensor(2.0**24),
+        "exp_avg": torch.zeros(2),
+        "exp_avg_sq": torch.ones(2),
+    }
+    advance(optimizer, [parameter], [[torch.ones(2)]] * 2)
+    assert optimizer.state[parameter]["step"].item() == 2**24 + 2

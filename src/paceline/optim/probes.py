@@ -4,25 +4,19 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Iterator
 from numbers import Integral
 from types import TracebackType
-from typing import Any, NamedTuple, Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from paceline.optim.checks import require
-from paceline.optim.moments import second_moment
+from paceline.optim.measures import Before, Slope, Watched, has_moved, look, measure, members, slopes_of
 from paceline.optim.pace import PACE
 from paceline.optim.pullback import Pullback
-from paceline.optim.pullback import _recipe as pullback_recipe
-from paceline.optim.readings import Found, Reading, Record, Sums, sample_stride
-from paceline.optim.recipe import Recipe
-from paceline.optim.rule import RATIOS, At, Scalar, Terms, at_step, averaging_rate, gain_limit
-from paceline.optim.sharded import _local as local
-from paceline.optim.state import average_dtype, real
+from paceline.optim.readings import Reading, Record
 
 HISTORY = 1000
 
@@ -37,14 +31,15 @@ def probe(optimizer: Optimizer, every: int = 100) -> "Probe":
     in between nothing is pulled, and the reading says so.
 
     A probed step computes the figures on the device and waits for nothing; they come to the host when you
-    read them. It holds two more copies of the weights while it runs. Training is the same to the bit.
-    Steps that are not probed cost a call of two Python functions and no operation on any tensor.
+    read them. While it runs it holds a copy of the weights and of their average, and some temporaries of
+    the size of the largest tensor. Training is the same to the bit. Steps that are not probed cost two
+    calls of Python functions and no operation on any tensor.
 
     A warning is given, one probe late, when the gap between average and live is beyond 10 times its
     median over the last 1,000 steps (20 readings at least), once until it is back below 5 times.
 
-    Of sharded parameters (DTensor) the figures are of this rank's part. Steps that torch.compile traces
-    or a CUDA graph replays call no hooks and are not probed.
+    Of sharded parameters (DTensor) the figures are of this rank's part. Steps that torch.compile has
+    traced or a CUDA graph replays are not probed.
 
     Arguments:
         optimizer: a `PACE` or a `Pullback`.
@@ -86,7 +81,8 @@ class Probe:
     def __init__(self, optimizer: PACE | Pullback, every: int) -> None:
         self.every = every
         self._taken = steps_taken(optimizer)
-        self._before: dict[Tensor, _Before] = {}
+        self._before: dict[Tensor, Before] = {}
+        self._slopes: dict[Tensor, Slope] = {}
         self._records: deque[Record] = deque(maxlen=HISTORY)
         self._unheard: deque[Record] = deque()
         self._alarm = _Alarm(every)
@@ -125,15 +121,20 @@ class Probe:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._before.clear()  # of a step that failed
+        if not self._is_due():
+            return
         assert isinstance(optimizer, PACE | Pullback)
-        if self._is_due():
-            # What step() itself does first: live weights are put back after a forgotten eval().
-            optimizer._make_ready_to_step()
-            has_closure = (*args, kwargs.get("closure"), None)[1] is not None
-            for member in _members(optimizer):
-                parameter = member.parameter
-                if parameter.requires_grad if has_closure else parameter.grad is not None:
-                    self._before[parameter] = _look(member, has_closure)
+        # What step() itself does first: live weights are put back after a forgotten eval().
+        optimizer._make_ready_to_step()
+        has_closure = (*args, kwargs.get("closure"), None)[1] is not None
+        watched = [
+            Watched(member, look(member))
+            for member in members(optimizer)
+            if (member.parameter.requires_grad if has_closure else member.parameter.grad is not None)
+        ]
+        self._before = {member.parameter: before for member, before in watched}
+        # Now, if the gradients are here: some optimizers write their own update over them.
+        self._slopes = {} if has_closure else slopes_of(watched)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,13 +145,13 @@ class Probe:
         self._taken = steps_taken(optimizer) if may_skip else self._taken + 1
         if not self._before:
             return
-        found = []
-        for member in _members(optimizer):
-            # One tensor's copies are let go before the next one's figures are made.
-            before = self._before.pop(member.parameter, None)
-            if before is not None and _has_moved(member, before):
-                found.append(_measure(member, before))
-        found = [entry for entry in found if entry.elements]
+        before, self._before = self._before, {}
+        watched = [
+            Watched(member, before[member.parameter])
+            for member in members(optimizer)
+            if member.parameter in before and has_moved(member, before[member.parameter])
+        ]
+        found = measure(watched, self._slopes or slopes_of(watched))
         if found:
             record = Record(self._taken, found)
             self._records.append(record)
@@ -178,7 +179,7 @@ def steps_taken(optimizer: Optimizer) -> int:
     assert isinstance(optimizer, PACE | Pullback)
     own = optimizer.format.prefix + "step"
     # Without a memory of ours the count will go on from that of the optimizer underneath.
-    counts = [member.state.get(own, member.state.get("step", 0)) for member in _members(optimizer)]
+    counts = [member.state.get(own, member.state.get("step", 0)) for member in members(optimizer)]
     # tolist reads a tensor on the host without an operation.
     taken: list[Any] = [count.tolist() if isinstance(count, Tensor) else count for count in counts]
     return int(max(taken))
@@ -215,170 +216,3 @@ class _Alarm:
             "gradients",
             stacklevel=7,
         )
-
-
-# --- Before the step ------------------------------------------------------------------------------
-
-
-class _Member(NamedTuple):
-    """A parameter and all that is known of it."""
-
-    optimizer: PACE | Pullback
-    name: str
-    parameter: Tensor
-    group: dict[str, Any]
-    state: dict[str, Any]
-
-    def own(self, key: str) -> Tensor | None:
-        """What the averaging keeps of it under that key."""
-        return self.state.get(self.optimizer.format.prefix + key)
-
-    def live(self) -> Tensor:
-        return real(local(self.parameter.detach()))
-
-
-class _Before(NamedTuple):
-    """A parameter before the step; copies."""
-
-    live: Tensor
-    average: Tensor  # at least float32
-    taken: float | None  # steps; None where only the device knows
-    slope: "_Slope | None"  # None where a closure is still to make the gradient
-
-
-class _Slope(NamedTuple):
-    product: Tensor  # gradient · gap
-    gradient: Tensor  # squared length
-
-
-def _members(optimizer: PACE | Pullback) -> Iterator[_Member]:
-    state, names = optimizer.state, set()
-    for number, group in enumerate(optimizer.param_groups):
-        known = group.get("param_names")
-        for i, parameter in enumerate(group["params"]):
-            name = known[i] if known and known[i] not in names else f"{number}.{known[i] if known else i}"
-            names.add(name)
-            yield _Member(optimizer, name, parameter, group, state.get(parameter, {}))
-
-
-def _look(member: _Member, has_closure: bool) -> _Before:
-    live, step = member.live().clone(), member.own("step")
-    taken = 0.0 if step is None else step.item() if step.device.type == "cpu" else None
-    average = live if taken == 0 else _average(member, live)
-    if step is not None and taken is None:
-        average = torch.where(step == 0, live, average)
-    before = _Before(live, average.to(average_dtype(live)), taken, slope=None)
-    return before if has_closure else before._replace(slope=_slope(member, before))
-
-
-def _average(member: _Member, live: Tensor) -> Tensor:
-    """A copy of the average that the step will start from."""
-    average = member.own("average")
-    # The step will make an average that does not fit anew, or refuse it.
-    if average is None or average.shape != member.parameter.shape or average.is_meta:
-        return live
-    if member.own("unseeded") is not None:
-        return live
-    return real(local(average)).to(live.device, copy=True)
-
-
-def _slope(member: _Member, before: _Before) -> _Slope:
-    # Taken before the step where it can be: some optimizers write their own update over the gradient.
-    assert member.parameter.grad is not None
-    gradient = local(member.parameter.grad)
-    gradient = real(gradient if gradient.layout == torch.strided else gradient.to_dense())
-    gradient = gradient.to(before.average.dtype)
-    return _Slope((gradient * (before.average - before.live)).sum(), _squares(gradient))
-
-
-def _squares(tensor: Tensor) -> Tensor:
-    # Not vector_norm, which adds up in sequence: on a CPU its float32 is off by 0.5 % after 40M elements.
-    return tensor.square().sum()
-
-
-# --- After the step -------------------------------------------------------------------------------
-
-
-class _Pull(NamedTuple):
-    """What the control did to one tensor, coordinate by coordinate."""
-
-    ratio: Tensor
-    gain: Tensor
-    limit: float  # of the gain
-    moved: Tensor  # gain · gap: what was added to live
-
-
-def _has_moved(member: _Member, before: _Before) -> bool:
-    step = member.own("step")
-    if member.parameter.grad is None or step is None:
-        return False
-    return before.taken is None or step.item() != before.taken  # equal where skip_nonfinite skipped
-
-
-def _measure(member: _Member, before: _Before) -> Found:
-    recipe = Recipe.of(member.group) if isinstance(member.optimizer, PACE) else pullback_recipe(member.group)
-    step = member.own("step")
-    assert step is not None
-    at = at_step(step, recipe)
-    power = recipe.ema_power
-    # Not at.rate, which is 0 where the device knows that no average moves.
-    rate = averaging_rate(at.t, power, recipe.ema_offset, recipe.ema_scale) if power else 1.0
-    gap = before.average - before.live
-    moved = member.live().to(gap.dtype) - before.live
-    slope = before.slope or _slope(member, before)
-    scalars, elements = (at.t, at.lr, rate), gap.numel()
-    if at.pulling is False:
-        none = gap.new_zeros(())
-        sums = Sums(none, none, none, none, _squares(moved), _squares(gap), *slope)
-        return Found(member.name, elements, sums, none.view(1), none.view(1), elements, scalars)
-
-    pull = _pull(member, before, gap, at, recipe)
-    sums = Sums(
-        (pull.gain >= pull.limit).sum(),
-        pull.gain.sum(),
-        pull.ratio.sum(),
-        _squares(pull.moved),
-        _squares(moved.sub_(pull.moved)),
-        _squares(gap),
-        *slope,
-    )
-    stride = sample_stride(elements)
-    gains, ratios = (values.flatten()[::stride].clone() for values in (pull.gain, pull.ratio))
-    return Found(member.name, elements, sums, gains, ratios, stride, scalars)
-
-
-def _pull(member: _Member, before: _Before, gap: Tensor, at: At, recipe: Recipe) -> _Pull:
-    """Ratio and gain as the step computed them: second moment and learning rate are still there."""
-    average = member.own("average")
-    assert average is not None
-    ratio = _ratio(member, real(average), at, recipe)
-    if isinstance(at.pulling, Tensor):
-        ratio = torch.where(at.pulling, ratio, 0.0)
-    limit = gain_limit(recipe, ratio.dtype)
-    gain = (ratio * at.rate).clamp(max=limit)
-    if recipe.gap == "pre":
-        return _Pull(ratio, gain, limit, gain * gap)
-    new = real(local(average))
-    return _Pull(ratio, gain, limit, _lookahead(gain, before.average, new, member.live(), at.rate))
-
-
-def _ratio(member: _Member, average: Tensor, at: At, recipe: Recipe) -> Tensor:
-    value, root, denominator = average, at.root_correction, torch.empty_like(average)
-    if recipe.gain != "uniform":
-        moment = second_moment(member.state, member.group)
-        assert moment is not None  # the step would have raised
-        value, root = moment.value, moment.root_correction
-        denominator = (value.sqrt() / root + moment.eps).to(average.dtype)
-    terms = Terms(denominator, value, root, at.lr, recipe.pullback_strength, out=None)
-    # Cut to this rank's part last: gain="relative" compares with the RMS of the whole tensor.
-    return local(RATIOS[recipe.gain](terms))
-
-
-def _lookahead(gain: Tensor, old: Tensor, new: Tensor, live: Tensor, rate: Scalar) -> Tensor:
-    """gain · (new average − raw), where raw, the step without the pull, is no longer to be had.
-
-    From live = raw + gain · (new − raw) follows new − live = (1 − gain)(new − raw), which says nothing
-    at gain 1. From new = (1 − rate) · old + rate · raw follows new − raw = (1/rate − 1)(old − new), but
-    with a rounding error that grows as 1/rate.
-    """
-    return torch.where(gain < 0.5, gain / (1 - gain) * (new - live), gain * (1 / rate - 1) * (old - new))

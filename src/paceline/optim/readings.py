@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from paceline.optim.foreach import alike
 from paceline.optim.rule import Scalar
 
 # Coordinates of a tensor that its quantiles are taken from; all of them in a smaller one. The rank of a
@@ -104,10 +103,10 @@ class Sums(NamedTuple):
     saturated: Any
     gain: Any
     ratio: Any
-    pull: Any  # squares, like all below but the product
+    product: Any  # gradient · gap
+    pull: Any  # a length, as all below: the root of a sum of squares
     step: Any
     gap: Any
-    product: Any  # gradient · gap
     gradient: Any
 
 
@@ -117,9 +116,8 @@ class Found(NamedTuple):
     name: str
     elements: int
     sums: Sums
-    gains: Tensor  # (n,) a sample
-    ratios: Tensor  # (n,) of the same coordinates
-    stride: int  # how many coordinates one of the sample stands for
+    sample: Tensor  # (2, n) gains and ratios of some coordinates
+    stride: int  # how many coordinates each of the sample stands for
     scalars: tuple[Scalar, Scalar, Scalar]  # t, lr, rate
 
 
@@ -158,9 +156,9 @@ def _figures(row: Sequence[float], elements: int, scalars: Sequence[float]) -> F
         saturated=sums.saturated / elements,
         gain=Spread(sums.gain / elements, *gains),
         ratio=Spread(sums.ratio / elements, *ratios),
-        pull_to_step=_quotient(sums.pull**0.5, sums.step**0.5),
-        gap_rms=(sums.gap / elements) ** 0.5,
-        cosine=_quotient(sums.product, sums.gap**0.5 * sums.gradient**0.5),
+        pull_to_step=_quotient(sums.pull, sums.step),
+        gap_rms=sums.gap / elements**0.5,
+        cosine=_quotient(sums.product, sums.gap * sums.gradient),
         t=scalars[0],
         lr=scalars[1],
         rate=scalars[2],
@@ -177,7 +175,7 @@ class Record:
 
     def __init__(self, t: int, found: list[Found]) -> None:
         self.t = t
-        devices = [entry.gains.device for entry in found]
+        devices = [entry.sample.device for entry in found]
         home = next((device for device in devices if device.type != "cpu"), devices[0])
         rows, scalars = (
             numbers.to("cpu", non_blocking=True) for numbers in (_rows(found, home), _scalars(found, home))
@@ -209,12 +207,10 @@ def _rows(found: list[Found], home: torch.device) -> Tensor:
         return torch.stack([tensor.to(home, non_blocking=True) for tensor in tensors]).to(_width(home))
 
     sums = stacked([total for entry in found for total in entry.sums]).view(len(found), -1)
-    gains, ratios = (
-        _weighted_quantiles([sample.to(home, non_blocking=True) for sample in samples], found)
-        for samples in ([entry.gains for entry in found], [entry.ratios for entry in found])
-    )
-    quantiles = stacked([*_quantiles(found), torch.cat([gains, ratios])])
-    return torch.cat([torch.cat([sums, sums.sum(0, keepdim=True)]), quantiles], 1)
+    lengths = Sums._fields.index("pull")
+    added = torch.cat([sums[:, :lengths].sum(0), sums[:, lengths:].square().sum(0).sqrt()])
+    quantiles = stacked([*_quantiles(found), _overall_quantiles(found, home)])
+    return torch.cat([torch.cat([sums, added.unsqueeze(0)]), quantiles], 1)
 
 
 def _scalars(found: list[Found], home: torch.device) -> Tensor:
@@ -233,23 +229,26 @@ def _scalars(found: list[Found], home: torch.device) -> Tensor:
 
 def _quantiles(found: list[Found]) -> list[Tensor]:
     """Of each tensor those of its gains, then of its ratios; samples of one size are sorted together."""
+    groups: dict[object, list[int]] = {}
+    for i, entry in enumerate(found):
+        groups.setdefault((entry.sample.device, entry.sample.dtype, entry.sample.shape), []).append(i)
     quantiles: dict[int, Tensor] = {}
-    for alikes in alike(range(len(found)), lambda i: (found[i].ratios, found[i].ratios.numel())):
-        ratios, order = torch.stack([found[i].ratios for i in alikes]).sort(dim=1)
-        # A larger ratio never has a smaller gain.
-        gains = torch.stack([found[i].gains for i in alikes]).gather(1, order)
-        ranks = [(tenths * ratios.shape[1] - 1) // 10 for tenths in _TENTHS]
-        columns = [values[:, rank] for values in (gains, ratios) for rank in ranks]
-        quantiles |= zip(alikes, torch.stack(columns, 1))
+    for alike in groups.values():
+        ordered = torch.stack([found[i].sample for i in alike]).sort().values
+        ranks = [(tenths * ordered.shape[-1] - 1) // 10 for tenths in _TENTHS]
+        quantiles |= zip(alike, torch.stack([ordered[..., rank] for rank in ranks], -1).flatten(1))
     return [quantiles[i] for i in range(len(found))]
 
 
-def _weighted_quantiles(samples: list[Tensor], found: list[Found]) -> Tensor:
-    values, order = torch.cat(samples).sort()
-    strides = [entry.stride for entry in found]
-    weights = [torch.full_like(s, stride, dtype=torch.int64) for s, stride in zip(samples, strides)]
-    reached = torch.cat(weights)[order].cumsum(0)
-    total = sum(map(mul, strides, (sample.numel() for sample in samples)))
-    # The first whose weight, with that of all below it, makes up the share; in integers, so exactly.
-    ranks = [(reached < -(-tenths * total // 10)).sum() for tenths in _TENTHS]
-    return values.gather(0, torch.stack(ranks))
+def _overall_quantiles(found: list[Found], home: torch.device) -> Tensor:
+    """Likewise of all tensors together, each coordinate with the weight of those it stands for."""
+    sizes = [(entry.sample.shape[1], entry.stride) for entry in found]
+    weights = {(n, stride): torch.full((n,), stride, device=home) for n, stride in set(sizes)}
+    weight = torch.cat([weights[size] for size in sizes])
+    samples = torch.cat([entry.sample.to(home, non_blocking=True) for entry in found], 1)
+    ordered, order = samples.sort()
+    reached = weight[order].cumsum(1)
+    total = sum(n * stride for n, stride in sizes)
+    # The first whose weight, with that of all below it, makes up the share: in integers, so exactly.
+    ranks = [(reached < -(-tenths * total // 10)).sum(1) for tenths in _TENTHS]
+    return ordered.gather(1, torch.stack(ranks, 1)).flatten()
