@@ -4,7 +4,8 @@
 #   make test      all tests
 #   make check     lint, types, import directions, fast tests (under a minute)
 #   make bench     time and memory of a step, side by side
-#   make test-all  make test, plus what is too slow for every day
+#   make test-all  make test and make bench, plus what is too slow for every day (about an hour):
+#                  2,000 random sequences of operations, and the mutants, whose result goes to records/
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -27,8 +28,11 @@ check: $(READY)
 
 bench: $(READY)
 	KINETO_LOG_LEVEL=6 $(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/probe.py
 
 test-all: test bench
+	PACELINE_SEQUENCES=2000 $(BIN)/pytest -s tests/optim/test_state_machine.py
+	$(BIN)/python tests/mutation.py --record records/$(shell date +%F)-mutants.json
 
 clean:
 	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -37,7 +37,7 @@ from hypothesis.stateful import (
 from reference import Reference
 from torch import Tensor
 
-from paceline import PACE, averaged_weights, reset_average
+from paceline import PACE, Pullback, averaged_weights, reset_average
 
 SEQUENCES = int(os.environ.get("PACELINE_SEQUENCES", "200"))  # `make test-all` sets 2000
 OPERATIONS = 20  # a sequence
@@ -96,9 +96,22 @@ class Subject:
         optimizer.param_groups[group][name] = value
 
 
+def pullback_of_adamw(params: Any, **settings: Any) -> Pullback:
+    """AdamW takes its settings; the others are the control's."""
+    own = {name: settings.pop(name) for name in ADAMW if name in settings}
+    return Pullback(torch.optim.AdamW(params, **own), **settings)
+
+
+ADAMW = ("lr", "betas", "eps", "weight_decay", "maximize")
 SUBJECTS = {
     "loop": Subject(make=partial(PACE, foreach=False)),
     "foreach": Subject(make=partial(PACE, foreach=True)),
+    "Pullback of AdamW": Subject(
+        make=pullback_of_adamw,
+        prefix="pullback_",
+        lacks=frozenset({"skip_nonfinite"}),
+        follows_casts=False,
+    ),
 }
 
 # --- What is drawn --------------------------------------------------------------------------------

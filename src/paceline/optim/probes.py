@@ -177,12 +177,10 @@ class Probe:
 def steps_taken(optimizer: Optimizer) -> int:
     """The count of the parameter that has taken most steps."""
     assert isinstance(optimizer, PACE | Pullback)
-    own = optimizer.format.prefix + "step"
-    # Without a memory of ours the count will go on from that of the optimizer underneath.
-    counts = [member.state.get(own, member.state.get("step", 0)) for member in members(optimizer)]
+    counts = [count for member in members(optimizer) if (count := member.own("step")) is not None]
     # tolist reads a tensor on the host without an operation.
-    taken: list[Any] = [count.tolist() if isinstance(count, Tensor) else count for count in counts]
-    return int(max(taken))
+    taken: list[Any] = [count.tolist() for count in counts]
+    return int(max(taken, default=0))
 
 
 class _Alarm:
