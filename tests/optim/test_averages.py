@@ -276,6 +276,19 @@ def test_floating_buffers_are_averaged_on_request():
         plain.load_state_dict(saved)
 
 
+def test_buffers_move_once_a_step_whatever_the_groups():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_buffer("seen", torch.zeros(()))
+    groups = [{"params": part.parameters()} for part in model]
+    optimizer = Averages(optim.SGD(groups, lr=0.1), {"mean": Polynomial(0)}, buffers=model)
+    for _ in range(4):
+        model.seen += 1
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    with averaged_weights(optimizer):
+        assert model.seen.item() == 2.5
+
+
 def test_a_state_from_before_an_average_was_added():
     parameters, others = make_parameters(), make_parameters()
     old = Averages(optim.AdamW(parameters, lr=1e-2), {"a": PowerLaw(0.5)})

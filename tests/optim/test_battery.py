@@ -247,6 +247,8 @@ def test_frozen_parameters_stand_still_and_thaw(name):
     if row.own_clock:
         alone.run(5, start=5)
         assert torch.equal(frozen, alone.parameters[0])
+        ours, theirs = problem.optimizer.state[frozen], alone.optimizer.state[alone.parameters[0]]
+        assert_same_bits(dict(ours), dict(theirs))
 
 
 @rows
@@ -314,6 +316,21 @@ def test_a_closure_is_evaluated_once_with_gradients_enabled(name):
         assert closed.optimizer.step(evaluate).item() == pytest.approx(expected)
         assert calls == [True]
     assert_same_bits(everything(closed.optimizer), everything(plain.optimizer))
+
+
+@averaging_rows
+def test_a_closure_may_end_in_eval(name):
+    """One that evaluates the average after its gradients: the step is taken on live all the same."""
+    plain, evaluating = Problem(name).run(3), Problem(name).run(3)
+
+    def evaluate():
+        loss = evaluating.closure(3)()
+        evaluating.optimizer.eval()
+        return loss
+
+    plain.step(3)
+    evaluating.optimizer.step(evaluate)
+    assert_same_bits(everything(evaluating.optimizer), everything(plain.optimizer))
 
 
 # --- Rates and hooks ------------------------------------------------------------------------------
@@ -461,7 +478,10 @@ def test_a_reset_average_is_live_again(name):
     live = [parameter.detach().clone() for parameter in problem.parameters]
     with averaged_weights(problem.optimizer):
         assert all(torch.equal(p, value) for p, value in zip(problem.parameters, live, strict=True))
-    problem.run(2, start=5)
+    problem.run(3, start=5)
+    live = [parameter.detach().clone() for parameter in problem.parameters]
+    with averaged_weights(problem.optimizer):  # one of its own again
+        assert not all(torch.equal(p, value) for p, value in zip(problem.parameters, live, strict=True))
 
 
 @averaging_rows

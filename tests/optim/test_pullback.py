@@ -97,6 +97,8 @@ def test_pullback_goes_on_from_an_adamw_checkpoint_as_pace_does():
         with pytest.warns(UserWarning, match="no 'average' for 4 parameter"):
             optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
         assert optimizer.param_groups[0]["pullback_strength"] == 3.0
+        own = optimizer.format.prefix  # there for a distributed checkpoint that is loaded next
+        assert all(own + "average" in optimizer.state[p] for p in mine)
         advance(optimizer, mine, gradients[6:])
     assert_twins_are_equal(ours, pace, theirs, pullback)
 
@@ -300,6 +302,55 @@ def test_a_base_that_needs_a_closure_gets_it():
     pulled, optimizer, _ = run(lambda base: Pullback(base, pullback_strength=0.5))
     assert not torch.equal(alone, pulled)
     assert optimizer.state[pulled]["pullback_step"] == 5
+
+
+def test_what_the_closure_gave_no_gradient_is_not_counted():
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = Pullback(optim.LBFGS([used, unused], lr=0.1, max_iter=2), pullback_strength=0.5)
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = used.square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(evaluate)
+    assert [optimizer.state[p]["pullback_step"].item() for p in (used, unused)] == [3, 0]
+    assert (unused == 1).all()
+
+
+class AdamOrSGD(optim.Optimizer):
+    """Adam for matrices, SGD for the rest, as Muon is often packaged."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.ndim == 2:
+                    state = self.state[p]
+                    state.setdefault("exp_avg_sq", torch.zeros_like(p)).lerp_(p.grad.square(), 1e-3)
+                    state["step"] = state.get("step", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_the_gain_is_decided_by_all_parameters_of_a_group():
+    """One without a second moment makes it uniform; and nothing is decided before there is a gradient."""
+    parameters = make_parameters()
+    optimizer = Pullback(AdamOrSGD(parameters))
+    optimizer.step()
+    assert optimizer.param_groups[0]["gain"] is None
+    advance(optimizer, parameters, make_gradients(2))
+    assert optimizer.param_groups[0]["gain"] == "uniform"
+    matrices = make_parameters(shapes=MATRICES)
+    optimizer = Pullback(AdamOrSGD(matrices))
+    advance(optimizer, matrices, make_gradients(1, shapes=MATRICES))
+    assert optimizer.param_groups[0]["gain"] == "paper"
 
 
 # --- What wrappers get wrong (spec: pitfalls; N18) ------------------------------------------------

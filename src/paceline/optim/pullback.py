@@ -214,7 +214,6 @@ def finish_(chunk: Chunk, moments: dict[Tensor, SecondMoment | None], recipe: Re
         denominators=list(denominators),
         exp_avg_sqs=values,
     )
-    chunk.gaps.clear()  # the lists hold them now, and let them go
     control_(lists, ats, recipe)
 
 
