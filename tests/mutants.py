@@ -927,7 +927,7 @@ PACE = [
         "pace-seeds-before-a-skipped-step",
         "pace.py",
         "        if not all_finite([slot.grad",
-        "        for w in work:\n            self._seed_again(w.parameters, w.group)\n        if not all_finite([slot.grad",
+        "        [self._seed_again(*w[1::-1]) for w in work]\n        if not all_finite([slot.grad",
         (_FAULTS,),
     ),
     Mutant(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         averaged_state_dict,
         averaged_weights,
         parameter_groups,
+        probe,
         reset_average,
         save_averaged,
     )
@@ -40,6 +41,7 @@ __all__ = [
     "averaged_state_dict",
     "averaged_weights",
     "parameter_groups",
+    "probe",
     "reset_average",
     "save_averaged",
 ]

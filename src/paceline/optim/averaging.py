@@ -171,7 +171,7 @@ class Averaging(Optimizer, ABC):
         for group in self.param_groups:
             group[self.format.hold] = held
 
-    def _make_ready_to_step(self) -> None:
+    def make_ready_to_step(self) -> None:
         """Refuse a step inside a block; put live back after a forgotten `eval()`."""
         if self._in_block():
             raise RuntimeError(

@@ -12,8 +12,7 @@ from torch import Tensor
 from paceline.optim.foreach import chunks, denominators_of
 from paceline.optim.moments import second_moment
 from paceline.optim.pace import PACE
-from paceline.optim.pullback import Pullback
-from paceline.optim.pullback import _recipe as pullback_recipe
+from paceline.optim.pullback import Pullback, recipe_of
 from paceline.optim.readings import Found, Sums, sample_stride
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import (
@@ -26,7 +25,7 @@ from paceline.optim.rule import (
     gain_limit,
     stays_on_device,
 )
-from paceline.optim.sharded import _local as local
+from paceline.optim.sharded import local
 from paceline.optim.state import average_dtype, real
 
 # --- Before the step ------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def _measure_chunk(chunk: list[Watched], slopes: dict[Tensor, Slope]) -> Iterato
 
 
 def _recipe(member: Member) -> Recipe:
-    return Recipe.of(member.group) if isinstance(member.optimizer, PACE) else pullback_recipe(member.group)
+    return Recipe.of(member.group) if isinstance(member.optimizer, PACE) else recipe_of(member.group)
 
 
 def _ats(chunk: list[Watched], recipe: Recipe) -> list[At]:

@@ -150,7 +150,7 @@ class PACE(Averaging):
 
         After a forgotten `eval()` the live weights are put back first.
         """
-        self._make_ready_to_step()
+        self.make_ready_to_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -125,7 +125,7 @@ class Probe:
             return
         assert isinstance(optimizer, PACE | Pullback)
         # What step() itself does first: live weights are put back after a forgotten eval().
-        optimizer._make_ready_to_step()
+        optimizer.make_ready_to_step()
         has_closure = (*args, kwargs.get("closure"), None)[1] is not None
         watched = [
             Watched(member, look(member))

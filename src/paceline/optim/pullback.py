@@ -96,7 +96,7 @@ class Pullback(Wrapper):
         super().__init__(base, settings)
 
     def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> "list[Chunk]":
-        recipe = _recipe(group)
+        recipe = recipe_of(group)
         return prepare(self._memory, parameters, stays_on_device(recipe), lambda t: recipe)
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: "list[Chunk]") -> None:
@@ -104,7 +104,7 @@ class Pullback(Wrapper):
         if group["gain"] is None and moved:
             group["gain"] = "uniform" if None in moments.values() else "paper"
         for chunk in prepared:
-            finish_(chunk, moments, _recipe(group), type(self.base).__name__)
+            finish_(chunk, moments, recipe_of(group), type(self.base).__name__)
 
     def _abandon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Nothing was changed."""
@@ -132,7 +132,8 @@ _CONTROL = (
 )
 
 
-def _recipe(group: dict[str, Any]) -> Recipe:
+def recipe_of(group: dict[str, Any]) -> Recipe:
+    """The settings of a group of a Pullback."""
     return control_recipe(group, {name: group[name] for name in _CONTROL})
 
 

@@ -29,10 +29,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal; of sharded ones, this rank's parts."""
-    return torch.equal(_local(a), _local(b))
+    return torch.equal(local(a), local(b))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other as it is."""
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 

@@ -131,7 +131,7 @@ class Wrapper(Averaging):
 
         After a forgotten `eval()` the live weights are put back first.
         """
-        self._make_ready_to_step()
+        self.make_ready_to_step()
         loss = None
         if closure is not None and not self._needs_closure:
             with torch.enable_grad():
