@@ -340,6 +340,16 @@ RULE = [
         (_PRECISION,),
     ),
     Mutant(
+        "rule-rate-1-keeps-infinities",
+        "rule.py",
+        "    if not isinstance(keep, Tensor) and keep == 0:",
+        "    if False:",
+        (
+            _RULE,
+            _FAULTS,
+        ),
+    ),
+    Mutant(
         "rule-seed-missing",
         "rule.py",
         "    elif t == 1:",
@@ -669,8 +679,8 @@ FOREACH = [
     Mutant(
         "foreach-lookahead-the-other-way",
         "foreach.py",
-        "        torch._foreach_lerp_(wide, averages, gains)\n        torch._foreach_copy_(lives, wide)",
-        "        torch._foreach_copy_(lives, torch._foreach_lerp(averages, wide, gains))",
+        "torch._foreach_lerp_(wide, averages, gains)",
+        "wide = list(torch._foreach_lerp(averages, wide, gains))",
         (_LANDS,),
     ),
     Mutant(
@@ -679,6 +689,16 @@ FOREACH = [
         "        keep, move = shares(rates[0], averages[0].dtype)",
         "        move, keep = shares(rates[0], averages[0].dtype)",
         (_LOOP,),
+    ),
+    Mutant(
+        "foreach-rate-1-keeps-infinities",
+        "foreach.py",
+        "        if keep == 0:",
+        "        if False:",
+        (
+            _RULE,
+            _FAULTS,
+        ),
     ),
     Mutant(
         "foreach-device-average-moves-the-other-way",
@@ -881,7 +901,7 @@ PACE = [
     Mutant(
         "pace-step-in-a-block",
         "pace.py",
-        "        self._make_ready_to_step()\n",
+        "        self.make_ready_to_step()\n",
         "        self._put_live_back()\n",
         (_REFUSED,),
     ),
@@ -997,6 +1017,48 @@ AVERAGING = [
         (f"{_AVERAGES}::test_views_stand_for_one_average_each",),
     ),
     Mutant(
+        "averaging-shown-behind-a-wrapper",
+        "averaging.py",
+        "if self._outer is not None and self._outer.shows_average():",
+        "if False:",
+        (_AVERAGES,),
+    ),
+    Mutant(
+        "averaging-shown-over-the-average-underneath",
+        "averaging.py",
+        "            self._inner.train()  # what is set aside must be live\n",
+        "            pass\n",
+        (_AVERAGES,),
+    ),
+    Mutant(
+        "averaging-step-leaves-the-average-underneath",
+        "averaging.py",
+        "            self._inner.train()\n\n    def _seed_again",
+        "            pass\n\n    def _seed_again",
+        (_AVERAGES,),
+    ),
+    Mutant(
+        "averaging-save-misses-a-stale-load-underneath",
+        "averaging.py",
+        "            self._inner._notice_stale_load()\n",
+        "            pass\n",
+        (_AVERAGES,),
+    ),
+    Mutant(
+        "averaging-saved-average-underneath-changes-later",
+        "averaging.py",
+        "        _settle(optimizer._inner, state_dict)\n",
+        "        pass\n",
+        (_AVERAGES,),
+    ),
+    Mutant(
+        "averaging-export-misses-a-stale-load",
+        "averaging.py",
+        "        self._notice_stale_load()\n        for tensor, state in self._remembered():",
+        "        for tensor, state in self._remembered():",
+        (_CHECKPOINTS,),
+    ),
+    Mutant(
         "averaging-restored-in-order",
         "averaging.py",
         "in reversed(list(self._remembered())):",
@@ -1055,8 +1117,8 @@ AVERAGING = [
     Mutant(
         "averaging-step-after-a-forgotten-eval",
         "averaging.py",
-        "        self._put_live_back()\n\n    def _seed_again",
-        "        pass\n\n    def _seed_again",
+        "        self._refuse_behind_outer()\n        self._put_live_back()\n",
+        "        self._refuse_behind_outer()\n",
         (f"{_BATTERY}::test_a_forgotten_eval_costs_nothing",),
     ),
     Mutant(
@@ -1069,8 +1131,8 @@ AVERAGING = [
     Mutant(
         "averaging-save-misses-a-stale-load",
         "averaging.py",
-        "        self._notice_stale_load()\n        with self.register_state_dict_post_hook(",
-        "        with self.register_state_dict_post_hook(",
+        "        self._notice_stale_load()\n        if self._inner is not None:",
+        "        if self._inner is not None:",
         (_SHOWN_ORDER,),
     ),
     Mutant(
@@ -1114,8 +1176,8 @@ AVERAGING = [
     Mutant(
         "averaging-saved-live-not-restored",
         "averaging.py",
-        '                    parameter.copy_(saved.own["live"])\n',
-        "                    pass\n",
+        'parameter.copy_(sharded_like(saved.own["live"], parameter))',
+        "pass",
         (f"{_WEIGHTS}::test_saved_inside_a_block_training_goes_on_from_live",),
     ),
     Mutant(
@@ -1173,29 +1235,29 @@ LOADING = [
     Mutant(
         "loading-shares-the-count",
         "loading.py",
-        'state["step"] = count.to(step_device(live, group), torch.float64, copy=True)',
-        'state["step"] = count.to(step_device(live, group), torch.float64)',
+        "count.to(device, torch.float64, copy=True)",
+        "count.to(device, torch.float64)",
         (f"{_LOADING}::test_two_optimizers_never_share_a_tensor_after_loading",),
     ),
     Mutant(
         "loading-count-in-its-own-precision",
         "loading.py",
-        'state["step"] = count.to(step_device(live, group), torch.float64, copy=True)',
-        'state["step"] = count.to(step_device(live, group), copy=True)',
+        "count.to(device, torch.float64, copy=True)",
+        "count.to(device, copy=True)",
         (_FROM_ADAMW,),
     ),
     Mutant(
         "loading-live-stays-in-the-state",
         "loading.py",
-        'if key not in ("step", "live", *_ADAMW_ONLY_STATE)',
-        'if key not in ("step", *_ADAMW_ONLY_STATE)',
+        'and key not in ("step", "live", *_ADAMW_ONLY_STATE)',
+        'and key not in ("step", *_ADAMW_ONLY_STATE)',
         (f"{_WEIGHTS}::test_saved_inside_a_block_training_goes_on_from_live",),
     ),
     Mutant(
         "loading-amsgrad-maximum-stays",
         "loading.py",
-        'if key not in ("step", "live", *_ADAMW_ONLY_STATE)',
-        'if key not in ("step", "live")',
+        'and key not in ("step", "live", *_ADAMW_ONLY_STATE)',
+        'and key not in ("step", "live")',
         (f"{_LOADING}::test_other_adams_are_named_in_a_warning",),
     ),
     Mutant(
@@ -1333,6 +1395,20 @@ LOADING = [
         (_DCP_LEFTOVERS,),
     ),
     Mutant(
+        "loading-leftovers-beside-a-base-state-taken",
+        "loading.py",
+        "    if format.prefix and format.hold not in saved:",
+        "    if False:",
+        (_PULLBACK,),
+    ),
+    Mutant(
+        "loading-average-no-longer-kept-stays",
+        "loading.py",
+        'ours = (*wanted, *format.scalars, "unseeded") if format.prefix else own',
+        "ours = own",
+        (_AVERAGES,),
+    ),
+    Mutant(
         "loading-amsgrad-not-noted",
         "loading.py",
         '    if saved.get("amsgrad"):\n',
@@ -1399,8 +1475,8 @@ WEIGHTS = [
     Mutant(
         "weights-computed-live-stays-in-the-state",
         "weights.py",
-        'tensor.copy_(state.pop("live"))',
-        'tensor.copy_(state["live"])',
+        '    del state["live"]  # only now: whatever interrupts the copy, it is still there\n',
+        "",
         (f"{_BATTERY}::test_an_exception_in_the_block_restores_live",),
     ),
     Mutant(
@@ -1476,19 +1552,22 @@ WRAPPER = [
     Mutant(
         "wrapper-base-steps-twice",
         "wrapper.py",
-        "                self.base.step()\n",
-        "                self.base.step()\n                self.base.step()\n",
+        "            self.base.step()\n",
+        "            self.base.step()\n            self.base.step()\n",
         (_TWIN,),
     ),
     Mutant(
         "wrapper-base-steps-before-the-gap",
         "wrapper.py",
-        "        work = []\n        try:\n",
-        "        work = []\n"
-        "        if closure is None:\n"
-        "            self.base.step()\n"
-        "            saved = [[p.detach().clone() for p in g['params']] for g in self.param_groups]\n"
-        "        try:\n",
+        "            for group, parameters in zip(self.param_groups, members, strict=True):\n"
+        "                prepared.append(self._prepare(group, parameters))\n"
+        "            if closure is not None:\n"
+        "                loss = self.base.step(closure)\n"
+        "            else:\n"
+        "                self._step_base(loss)\n",
+        "            self._step_base(loss)\n"
+        "            for group, parameters in zip(self.param_groups, members, strict=True):\n"
+        "                prepared.append(self._prepare(group, parameters))\n",
         (_TWIN,),
     ),
     Mutant(
@@ -1529,15 +1608,15 @@ WRAPPER = [
     Mutant(
         "wrapper-step-in-a-block",
         "wrapper.py",
-        "        self._make_ready_to_step()\n",
+        "        self.make_ready_to_step()\n",
         "        self._put_live_back()\n",
         (f"{_BATTERY}::test_the_average_is_shown_and_taken_back",),
     ),
     Mutant(
         "wrapper-group-added-behind-lacks-settings",
         "wrapper.py",
-        "        for group in self.param_groups:\n            self._complete(group)\n",
-        "",
+        "if any(hold not in group for group in groups):",
+        "if all(hold not in group for group in groups):",
         (f"{_PULLBACK}::test_the_groups_are_the_bases_own",),
     ),
     Mutant(
@@ -1571,9 +1650,16 @@ WRAPPER = [
     Mutant(
         "wrapper-parameters-without-gradient-advance",
         "wrapper.py",
-        "            moved = [parameter for parameter in parameters if parameter.grad is not None]\n",
-        "            moved = list(parameters)\n",
+        "[p for p in parameters if closure is None or p.grad is not None]",
+        "parameters",
         (_PULLBACK, f"{_BATTERY}::test_parameters_without_gradient_are_skipped_whole"),
+    ),
+    Mutant(
+        "wrapper-cleared-gradients-do-not-count",
+        "wrapper.py",
+        "[p for p in parameters if closure is None or p.grad is not None]",
+        "[p for p in parameters if p.grad is not None]",
+        (_PULLBACK,),
     ),
     Mutant(
         "wrapper-parameters-without-gradient-remembered",
@@ -1595,8 +1681,8 @@ WRAPPER = [
     Mutant(
         "wrapper-memory-not-conformed",
         "wrapper.py",
-        "            conform_averages(parameter, state, group, wanted, name_of(group, number, i))\n",
-        "",
+        "            conform_averages(parameter, state, self._counter(group), wanted,",
+        "            (parameter, state, self._counter(group), wanted,",
         (f"{_PULLBACK}::test_casting_and_moving_the_model_takes_the_averages_along",),
     ),
     Mutant(
@@ -1609,8 +1695,8 @@ WRAPPER = [
     Mutant(
         "wrapper-base-state-not-loaded",
         "wrapper.py",
-        "            elif entries.base:\n",
-        "            elif False:\n",
+        "                if entries.base:\n",
+        "                if False:\n",
         (f"{_PULLBACK}::test_loading_keeps_a_float32_average_beside_bfloat16_weights",),
     ),
     Mutant(
@@ -1623,23 +1709,51 @@ WRAPPER = [
     Mutant(
         "wrapper-copy-lacks-entries",
         "wrapper.py",
-        '            "_settings",\n',
-        "",
+        '"_settings", "_needs_closure")',
+        '"_needs_closure")',
         (f"{_BATTERY}::test_copies_go_on_alike_and_share_nothing",),
     ),
     Mutant(
         "wrapper-copy-lacks-loaded-live",
         "wrapper.py",
-        '            "_loaded_live",\n',
-        "",
+        'shared = ("_loaded_live", "_loaded_name", "_buffer_memory")',
+        'shared = ("_loaded_name", "_buffer_memory")',
         (f"{_BATTERY}::test_copies_go_on_alike_and_share_nothing",),
+    ),
+    Mutant(
+        "wrapper-copy-lacks-the-inner",
+        "wrapper.py",
+        '("defaults", "base", "_inner", "_own",',
+        '("defaults", "base", "_own",',
+        (_AVERAGES,),
     ),
     Mutant(
         "wrapper-pull-toward-a-second-average-accepted",
         "wrapper.py",
-        "    if isinstance(base, Averaging):\n",
-        "    if False:\n",
+        "    if isinstance(base, Averaging):\n        raise ValueError(",
+        "    if False:\n        raise ValueError(",
         (f"{_BATTERY}::test_wrong_inputs_are_refused_in_the_users_words",),
+    ),
+    Mutant(
+        "wrapper-wrapped-twice",
+        "wrapper.py",
+        "    if format.hold in group:\n",
+        "    if False:\n",
+        (_PULLBACK,),
+    ),
+    Mutant(
+        "wrapper-dummy-step-counts",
+        "wrapper.py",
+        "        if closure is None and self._is_dummy(members):\n",
+        "        if False:\n",
+        (_PULLBACK,),
+    ),
+    Mutant(
+        "wrapper-first-step-at-rate-0-is-a-dummy",
+        "wrapper.py",
+        "return not any(rates) and not any(g is not None and _has_values(g) for g in gradients)",
+        "return not any(rates)",
+        (_PULLBACK,),
     ),
 ]
 
@@ -1790,6 +1904,13 @@ PULLBACK = [
         (f"{_MOMENTS}[Adagrad-paper]",),
     ),
     Mutant(
+        "moments-centre-ignored",
+        "moments.py",
+        'if isinstance(state.get("grad_avg"), Tensor):',
+        "if False:",
+        (_PULLBACK,),
+    ),
+    Mutant(
         "moments-adafactor-mean-over-columns",
         "moments.py",
         "rows.mean(dim=-2, keepdim=True)",
@@ -1809,15 +1930,15 @@ AVERAGES = [
     Mutant(
         "averages-polynomial-sum-one-short",
         "averages.py",
-        "for s in range(known + 1, t + 1):",
-        "for s in range(known + 1, max(t, 2)):",
+        "for s in range(start + 1, t + 1):",
+        "for s in range(start + 1, max(t, 2)):",
         (f"{_DEFINITION}[t^3]",),
     ),
     Mutant(
         "averages-polynomial-sum-of-another-run",
         "averages.py",
-        "    if known > t:\n",
-        "    if False:\n",
+        "max((s for s in known if s <= t), default=0)",
+        "max(known, default=0)",
         (_DEFINITION, _AVERAGES, f"{_BATTERY}::test_two_runs_are_the_same_bits"),
     ),
     Mutant(
@@ -1900,15 +2021,22 @@ AVERAGES = [
     Mutant(
         "averages-buffers-by-group",
         "averages.py",
-        "        if group is self.param_groups[0]:\n            tensors +=",
-        "        if True:\n            tensors +=",
+        "        if moved and self._buffers_are_due:",
+        "        if moved:",
+        (_AVERAGES,),
+    ),
+    Mutant(
+        "averages-buffers-without-a-step",
+        "averages.py",
+        "        if moved and self._buffers_are_due:",
+        "        if self._buffers_are_due:",
         (_AVERAGES,),
     ),
     Mutant(
         "averages-view-over-another",
         "averages.py",
-        "            self.owner.train()  # refused inside a block of another\n",
-        "",
+        "        if self.owner.shows_average():\n",
+        "        if False:\n",
         (f"{_AVERAGES}::test_views_stand_for_one_average_each",),
     ),
     Mutant(
@@ -1989,8 +2117,8 @@ BASELINES = [
     Mutant(
         "nesterov-returns-beyond",
         "baselines/ema_nesterov.py",
-        "beyond / (1 + beyond))",
-        "beyond)",
+        "share = beyond / (1 + beyond)",
+        "share = beyond",
         (f"{_BASELINES}::test_ema_nesterov_is_the_papers",),
     ),
     Mutant(
@@ -2010,7 +2138,7 @@ BASELINES = [
     Mutant(
         "lookahead-every-step",
         "baselines/lookahead.py",
-        "        update_every=k,\n",
+        "        update_every=int(k),\n",
         "",
         (f"{_BASELINES}::test_lookahead_is_the_papers",),
     ),

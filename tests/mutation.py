@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
@@ -102,6 +103,10 @@ class Processes:
         except subprocess.TimeoutExpired:
             _end(process)
             run = Run(None, process.communicate()[0])
+        except BaseException:  # Ctrl-C
+            _end(process)
+            process.wait()
+            raise
         finally:
             with self._lock:
                 self._running.discard(process)
@@ -205,6 +210,18 @@ def failure_of_the_suite(copy: Copy, mutant: Mutant) -> str:
         others.append(test)  # fails on the library as it is, too
 
 
+def check_places(copy: Copy, mutants: list[Mutant]) -> None:
+    """Each mutant finds the one place that it changes."""
+    messages = []
+    for mutant in mutants:
+        try:
+            mutant.applied_to(copy.source(mutant).read_text())
+        except (ValueError, OSError) as error:
+            messages.append(f"{mutant.name}: {error}")
+    if messages:
+        raise Unusable("\n".join(messages))
+
+
 def check_unchanged(copy: Copy, mutants: list[Mutant]) -> None:
     """All killers pass on the library as it is; otherwise everything would count as killed."""
     killers = list(dict.fromkeys(killer for mutant in mutants for killer in mutant.killers))
@@ -222,59 +239,49 @@ def run_all(mutants: list[Mutant], jobs: int, whole_suite: bool) -> list[Outcome
     for mutant in mutants:
         waiting.put(mutant)
     outcomes: list[Outcome] = []
-    trouble: list[BaseException] = []
 
     def work(copy: Copy) -> None:
-        try:
+        with suppress(queue.Empty, Stopped):
             while True:
                 outcome = judge(copy, waiting.get_nowait(), whole_suite)
                 outcomes.append(outcome)
                 show(outcome, len(outcomes), len(mutants))
-        except (queue.Empty, Stopped):
-            pass
-        except BaseException as error:
-            trouble.append(error)
-            processes.stop()
 
-    with tempfile.TemporaryDirectory(prefix="paceline-mutation-", ignore_cleanup_errors=True) as folder:
-        threads: list[threading.Thread] = []
+    with temporary_folder() as folder, ThreadPoolExecutor(jobs) as pool:
         try:
-            first = Copy(ROOT, Path(folder) / "0", processes)
+            first = Copy(ROOT, folder / "0", processes)
+            check_places(first, mutants)
             print(f"unchanged, over all killers of {len(mutants)} mutants …", flush=True)
             check_unchanged(first, mutants)
             # From the first copy, so that all are alike even if somebody is editing.
-            rest = [Copy(first.folder, Path(folder) / str(i), processes) for i in range(1, jobs)]
-            threads = [threading.Thread(target=work, args=(copy,)) for copy in (first, *rest)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            rest = [Copy(first.folder, folder / str(i), processes) for i in range(1, jobs)]
+            working = [pool.submit(work, copy) for copy in (first, *rest)]
+            wait(working, return_when=FIRST_EXCEPTION)
         finally:
             processes.stop()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-    if trouble:
-        raise trouble[0]
+    for job in working:
+        job.result()
     order = {mutant.name: i for i, mutant in enumerate(mutants)}
     return sorted(outcomes, key=lambda outcome: order[outcome.mutant.name])
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="paceline-mutation-"))
+    try:
+        yield folder
+    finally:
+        for _ in range(50):  # a process that was just ended may still be writing
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(0.1)
 
 
 def show(outcome: Outcome, done: int, total: int) -> None:
     verdict = outcome.verdict.upper() if outcome.verdict != "killed" else "killed"
     line = f"{done:>4}/{total}  {outcome.seconds:6.1f} s  {verdict:<8}  {outcome.mutant.name}"
     print(f"{line}  by {outcome.by}" if outcome.by else line, flush=True)
-
-
-def misplaced(mutants: list[Mutant]) -> list[str]:
-    """What is wrong with the text that mutants replace."""
-    messages = []
-    for mutant in mutants:
-        try:
-            mutant.applied_to((ROOT / SOURCE / mutant.file).read_text())
-        except (ValueError, OSError) as error:
-            messages.append(f"{mutant.name}: {error}")
-    return messages
 
 
 # --- The record -----------------------------------------------------------------------------------
@@ -335,9 +342,6 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{mutant.file:28} {mutant.name}" for mutant in mutants))
         return 0
-    if messages := misplaced(mutants):
-        print("\n".join(messages))
-        return 1
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and cleans up
     start = time.monotonic()

@@ -16,7 +16,7 @@ from paceline.optim.loading import Format
 from paceline.optim.rule import averaging_rate
 from paceline.optim.state import State, allocate_averages, conform_averages, real, take_averages
 from paceline.optim.weights import show_computed_, show_kept_
-from paceline.optim.wrapper import Wrapper
+from paceline.optim.wrapper import Wrapper, is_schedule_free
 
 Parts = dict[str, list[Tensor]]
 
@@ -94,17 +94,22 @@ class Polynomial(_ByRate):
         return float(t**self.power / _power_sum(t, self.power))
 
 
-_sums: dict[float, tuple[int, float]] = {}
+_sums: dict[float, dict[int, float]] = {}
 
 
 def _power_sum(t: int, power: float) -> float:
-    """1^power + … + t^power, added in this order also when it goes on from the last call."""
-    known, total = _sums.get(power, (0, 0.0))
-    if known > t:
-        known, total = 0, 0.0
-    for s in range(known + 1, t + 1):
+    """1^power + … + t^power, added in this order also when it goes on from an earlier call.
+
+    The last few sums are kept: parameters may be of different ages.
+    """
+    known = _sums.setdefault(power, {})
+    start = max((s for s in known if s <= t), default=0)
+    total = known.pop(start, 0.0)
+    for s in range(start + 1, t + 1):
         total += s**power
-    _sums[power] = (t, total)
+    known[t] = total
+    if len(known) > 64:
+        known.pop(next(iter(known)))
     return total
 
 
@@ -187,7 +192,8 @@ class BEMA:
         correction = float(averaging_rate(t, self.bias_power, self.offset, self.scale))
         drifts = torch._foreach_neg(parts["start"])
         torch._foreach_add_(drifts, lives)
-        torch._foreach_copy_(parts["average"], parts["ema"])
+        for average, ema in zip(parts["average"], parts["ema"], strict=True):
+            average.copy_(ema)  # sharded tensors have no copy of lists
         torch._foreach_add_(parts["average"], drifts, alpha=correction)
 
     def returned(self, parts: Mapping[str, Tensor], live: Tensor) -> Tensor:
@@ -261,13 +267,15 @@ class Averages(Wrapper):
         self._by_name = {name: View(self, name) for name in averages}
         self._views = tuple(self._by_name.values())
         self._buffered = buffers
-        wanted = {_key(name, part) for name, average in averages.items() for part in average.parts}
+        wanted = tuple(_key(name, part) for name, average in averages.items() for part in average.parts)
         self.format = Format(
             prefix="averages_",
             reads="Averages loads its own states and those of its base optimizer",
             check=_no_setting_of_ours,
             wanted=partial(_always, wanted),
+            on_device=False,
         )
+        self._buffers_are_due = False
         super().__init__(base, {})
 
     def __getitem__(self, name: str) -> "View":
@@ -279,7 +287,15 @@ class Averages(Wrapper):
         return iter(self.averages)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("averages", "format", "_returned_name", "_by_name", "_views", "_buffered")
+        names = (
+            "averages",
+            "format",
+            "_returned_name",
+            "_by_name",
+            "_views",
+            "_buffered",
+            "_buffers_are_due",
+        )
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     # --- The step ---------------------------------------------------------------------------------
@@ -289,16 +305,29 @@ class Averages(Wrapper):
         for parameter in parameters:
             _seed(parameter, self._memory[parameter], wanted)
         if group is self.param_groups[0]:
-            for name, buffer in self._buffers():
-                if name not in self._buffer_memory:
-                    self._buffer_memory[name] = allocate_averages(buffer, {}, wanted, {})
-                conform_averages(buffer, self._buffer_memory[name], {}, wanted, f"buffer '{name}'")
-                _seed(buffer, self._buffer_memory[name], wanted)
+            self._prepare_buffers(wanted)
+
+    def _prepare_buffers(self, wanted: tuple[str, ...]) -> None:
+        self._buffers_are_due = True
+        for name, buffer in self._buffers():
+            if name not in self._buffer_memory:
+                # One with infinities is a mask and no statistic: nothing is remembered of it.
+                finite = bool(buffer.isfinite().all())
+                self._buffer_memory[name] = allocate_averages(buffer, {}, wanted, {}) if finite else {}
+            state = self._buffer_memory[name]
+            if state:
+                conform_averages(buffer, state, {}, wanted, f"buffer '{name}'")
+                if "unseeded" in state:
+                    take_averages(buffer, state, wanted)
+                    del state["unseeded"]
+                _seed(buffer, state, wanted)
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: None) -> None:
         tensors = [(parameter, self._memory[parameter]) for parameter in moved]
-        if group is self.param_groups[0]:
-            tensors += [(buffer, self._buffer_memory[name]) for name, buffer in self._buffers()]
+        if moved and self._buffers_are_due:  # once a step, and only if it moved anything
+            self._buffers_are_due = False
+            kept = ((buffer, self._buffer_memory[name]) for name, buffer in self._buffers())
+            tensors += [(buffer, state) for buffer, state in kept if state]
         for chunk in chunks(tensors, lambda item: (item[0], item[1]["step"].item())):
             states = [state for _, state in chunk]
             lives = [real(tensor.detach()) for tensor, _ in chunk]
@@ -313,6 +342,8 @@ class Averages(Wrapper):
     # --- Showing and loading ----------------------------------------------------------------------
 
     def _average(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor:
+        # A checkpoint may have been made while one was shown that is no longer kept.
+        name = name if name in self.averages else self._returned_name
         average = self.averages[name]
         return average.returned({part: state[_key(name, part)] for part in average.parts}, live)
 
@@ -323,7 +354,7 @@ class Averages(Wrapper):
         show_kept_(parameter, state)
 
 
-def _seed(tensor: Tensor, state: State, wanted: set[str]) -> None:
+def _seed(tensor: Tensor, state: State, wanted: tuple[str, ...]) -> None:
     if state["step"] == 0:
         take_averages(tensor, state, wanted)
 
@@ -332,7 +363,7 @@ def _key(name: str, part: str) -> str:
     return f"{name}_{part}"
 
 
-def _always(wanted: set[str], group: dict[str, Any]) -> set[str]:
+def _always(wanted: tuple[str, ...], group: dict[str, Any]) -> tuple[str, ...]:
     return wanted
 
 
@@ -343,15 +374,19 @@ def _no_setting_of_ours(group: dict[str, Any]) -> None:
 def _check_names(base: object, averages: Mapping[str, Average]) -> None:
     require(bool(averages), "averages", averages, "at least one, as name → average")
     for name, average in averages.items():
-        require(
-            isinstance(name, str) and name.isidentifier(), "name of an average", name, "a Python identifier"
-        )
+        ok = isinstance(name, str) and name.isidentifier() and name != "live"
+        require(ok, "name of an average", name, "a Python identifier other than live")
         if not isinstance(average, Average):
             raise TypeError(
                 f"{name} is no average: {average!r}; give e.g. PowerLaw(0.7), HalfLife(0.1) or BEMA()"
             )
     if isinstance(base, Averages):
         raise ValueError("Averages keeps several averages at once; put all of them into one")
+    if is_schedule_free(base):
+        raise ValueError(
+            f"{type(base).__name__} has a mode to be told; put it into ScheduleFree "
+            "(paceline.optim.baselines), and that into Averages"
+        )
 
 
 @final
@@ -371,10 +406,15 @@ class View:
         return bool(self.owner.param_groups[0][self.owner.format.hold] == self.name)
 
     def eval(self) -> None:
-        """Put this average into the parameters, instead of another that may be there."""
-        if not self.shows_average():
-            self.owner.train()  # refused inside a block of another
-            self.owner._show_all(self.name)
+        """Put this average into the parameters; refused while they hold another one."""
+        self.owner._notice_stale_load()
+        if self.shows_average():
+            return
+        if self.owner.shows_average():
+            raise RuntimeError(
+                f"the parameters hold another average; leave its block or call train() before {self.name!r}"
+            )
+        self.owner._show_all(self.name)
 
     def train(self) -> None:
         """Put live back into the parameters."""

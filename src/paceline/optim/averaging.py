@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.optim import weights
 from paceline.optim.loading import Format, Saved, admit
-from paceline.optim.sharded import same_values
+from paceline.optim.sharded import same_values, sharded_like
 from paceline.optim.state import State, is_seeded, take_averages
 
 
@@ -26,6 +26,9 @@ class Averaging(Optimizer, ABC):
     _views: tuple[weights.KeepsAverage, ...] = ()
     # A module whose floating buffers are averaged too.
     _buffered: nn.Module | None = None
+    # An optimizer of this kind underneath, or around this one: only one of them may show an average.
+    _inner: "Averaging | None" = None
+    _outer: "Averaging | None" = None
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         # Live weights that came with a loaded state, until the first step after it, and the name of
@@ -80,7 +83,7 @@ class Averaging(Optimizer, ABC):
             if state:
                 yield parameter, state
         for name, buffer in self._buffers():
-            if name in self._buffer_memory:
+            if self._buffer_memory.get(name):
                 yield buffer, self._buffer_memory[name]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -96,6 +99,7 @@ class Averaging(Optimizer, ABC):
         yield from self._averages_named(self._returned_name)
 
     def _averages_named(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        self._notice_stale_load()
         for tensor, state in self._remembered():
             if is_seeded(state):
                 yield tensor, self._average(name, tensor, state, state.get("live", tensor.detach()))
@@ -117,6 +121,9 @@ class Averaging(Optimizer, ABC):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _show_all(self, name: str) -> None:
+        self._refuse_behind_outer()
+        if self._inner is not None:
+            self._inner.train()  # what is set aside must be live
         self._mark(name)
         try:
             for tensor, state in list(self._remembered()):
@@ -131,6 +138,13 @@ class Averaging(Optimizer, ABC):
         if self.shows_average() and self._in_block():
             raise RuntimeError("train() inside averaged_weights: leave the block instead")
         self._put_live_back()
+
+    def _refuse_behind_outer(self) -> None:
+        if self._outer is not None and self._outer.shows_average():
+            raise RuntimeError(
+                f"the parameters hold an average of the {type(self._outer).__name__} around this "
+                f"{type(self).__name__}; leave its block or call its train() first"
+            )
 
     def _put_live_back(self) -> None:
         self._notice_stale_load()
@@ -183,7 +197,10 @@ class Averaging(Optimizer, ABC):
                 "was taken at the average. Call optimizer.train() after loading, or load the model first",
                 stacklevel=5,
             )
+        self._refuse_behind_outer()
         self._put_live_back()
+        if self._inner is not None:
+            self._inner.train()
 
     def _seed_again(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Take averages anew where a reset or a load asked for it."""
@@ -198,6 +215,8 @@ class Averaging(Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """As torch's. While the parameters hold the average, it also has the `live` weights."""
         self._notice_stale_load()
+        if self._inner is not None:
+            self._inner._notice_stale_load()
         with self.register_state_dict_post_hook(_settle, prepend=True):
             self._refresh_unseeded()
             return super().state_dict()
@@ -230,6 +249,8 @@ class Averaging(Optimizer, ABC):
             self._adopt(**state)
             state = {}
         super().__setstate__(state)
+        if self._inner is not None:
+            self._inner._outer = self
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -256,7 +277,7 @@ class Averaging(Optimizer, ABC):
                 if entry is not None:
                     adopted[parameter] = entry
                 if saved is not None and "live" in saved.own:
-                    parameter.copy_(saved.own["live"])
+                    parameter.copy_(sharded_like(saved.own["live"], parameter))
                     if entry and is_seeded(entry):
                         self._loaded_live[parameter] = parameter.detach().clone()
         self._memory = adopted
@@ -277,23 +298,25 @@ def reset_average(optimizer: Optimizer) -> None:
     >>> paceline.reset_average(optimizer)
     """
     weights.keeper_of(optimizer).train()
-    assert isinstance(optimizer, Averaging)
-    for state in optimizer._memory.values():
-        if state:
-            state["unseeded"] = torch.tensor(True)
+    if not isinstance(optimizer, Averaging):
+        raise TypeError(f"reset_average takes the optimizer itself, not {type(optimizer).__name__}")
+    for _, state in optimizer._remembered():
+        state["unseeded"] = torch.tensor(True)
 
 
 def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """While averages are shown, copy what changes places when live comes back, and give all of them live."""
     assert isinstance(optimizer, Averaging)
+    if optimizer._inner is not None:
+        _settle(optimizer._inner, state_dict)
     prefix = optimizer.format.prefix
     moving = [prefix + key for key in ("live", "average", "returned")]
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         if packed[optimizer.format.hold] == "live":
             continue
         for parameter, key in zip(group["params"], packed["params"], strict=True):
-            entries = state_dict["state"].get(key)
-            if entries:
+            entries = state_dict["state"].get(key, {})
+            if any(name.startswith(prefix) for name in entries):
                 entries = {moving[0]: parameter.detach(), **entries}
                 copies = {k: entries[k].clone() for k in moving if k in entries}
                 state_dict["state"][key] = {**entries, **copies}

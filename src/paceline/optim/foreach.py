@@ -181,7 +181,8 @@ def _lerp_lives_(lives: list[Tensor], averages: list[Tensor], gains: list[Tensor
     else:
         wide = [live.to(average.dtype) for live, average in zip(lives, averages, strict=True)]
         torch._foreach_lerp_(wide, averages, gains)
-        torch._foreach_copy_(lives, wide)
+        for live, value in zip(lives, wide, strict=True):  # sharded tensors have no copy of lists
+            live.copy_(value)
 
 
 def move_averages_(averages: list[Tensor], lives: list[Tensor], rates: list[Any]) -> None:
@@ -193,5 +194,9 @@ def move_averages_(averages: list[Tensor], lives: list[Tensor], rates: list[Any]
         torch._foreach_add_(averages, torch._foreach_mul(wide, moves))
     else:
         keep, move = shares(rates[0], averages[0].dtype)
+        if keep == 0:  # as `move_average_` does
+            for average, live in zip(averages, lives, strict=True):
+                average.copy_(live)
+            return
         torch._foreach_mul_(averages, keep)
         torch._foreach_add_(averages, lives, alpha=float(move))

@@ -23,8 +23,13 @@ class Format:
     """Whose states it loads, for messages."""
     check: Callable[[dict[str, Any]], None]
     """Raises ValueError if a setting of a group is out of range."""
-    wanted: Callable[[dict[str, Any]], set[str]]
-    """The averages that a parameter of a group with these settings must have."""
+    wanted: Callable[[dict[str, Any]], tuple[str, ...]]
+    """The averages that a parameter of a group with these settings must have, in an order that is the same
+    on all ranks: what is gathered over ranks is matched by place."""
+    scalars: tuple[str, ...] = ()
+    """Further own entries, not shaped like the parameter."""
+    on_device: bool = True
+    """Whether steps may be counted on the device, for capture in a CUDA graph."""
     ignored: frozenset[str] = frozenset()
     """Settings of others that are of no use here."""
 
@@ -79,7 +84,7 @@ def admit(
                     check_loadable(parameter, entry.own, name, format, shaped)
                     _check_live(entry.own, saved, memory.get(parameter, {}), name, format)
                 if not entry.own or entry.own["step"] > 0:
-                    for average in wanted - entry.own.keys():
+                    for average in (key for key in wanted if key not in entry.own):
                         without.setdefault(average, []).append(name)
     _note_of_missing(notes, without)
     # What torch refuses next (another number of groups or parameters) must reach it unchanged.
@@ -110,24 +115,29 @@ def check_loadable(live: Tensor, saved: dict[str, Any], name: str, format: Forma
         )
 
 
-def take_in(live: Tensor, own: dict[str, Any], group: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
+def take_in(live: Tensor, own: dict[str, Any], group: dict[str, Any], format: Format) -> dict[str, Any]:
     """The saved values in their saved precision, copied: two optimizers never share a tensor."""
+    wanted = format.wanted(group)
+    # In a namespace of its own, what is not wanted is of an average that is no longer kept.
+    ours = (*wanted, *format.scalars, "unseeded") if format.prefix else own
     state = {
         key: value.detach().to(live.device, copy=True) if isinstance(value, Tensor) else value
         for key, value in own.items()
-        if key not in ("step", "live", *_ADAMW_ONLY_STATE)
+        if key in ours and key not in ("step", "live", *_ADAMW_ONLY_STATE)
     }
     step = own["step"]
     count = step.detach() if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float64)
-    state["step"] = count.to(step_device(live, group), torch.float64, copy=True)
+    device = step_device(live, group if format.on_device else {})
+    state["step"] = count.to(device, torch.float64, copy=True)
     if "returned" not in wanted:
         state.pop("returned", None)
     elif "returned" not in state and "average" in state:
         state["returned"] = state["average"].clone()
-    for key in wanted - state.keys():
-        state[key] = live.detach().to(average_dtype(live), copy=True)
-        state["unseeded"] = torch.tensor(True)
-    return state
+    for key in wanted:
+        if key not in state:
+            state[key] = live.detach().to(average_dtype(live), copy=True)
+            state["unseeded"] = torch.tensor(True)
+    return {key: state[key] for key in sorted(state)}
 
 
 # Of torch.optim.AdamW, and of no use here.
@@ -138,6 +148,8 @@ _ADAMW_ONLY_STATE = {"max_exp_avg_sq"}
 def _without_leftovers(own: dict[str, Any], saved: dict[str, Any], format: Format) -> dict[str, Any]:
     """Only what the checkpoint had. torch.distributed.checkpoint may fill keys of ours that it lacks,
     with our own values (full_state_dict) or with an empty dict (flattened); its groups tell."""
+    if format.prefix and format.hold not in saved:  # a checkpoint of the optimizer underneath alone
+        return {}
     never = set()
     if saved.get(format.hold) == "live":
         never.add("live")

@@ -30,7 +30,10 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> SecondM
         return SecondMoment(real(value), _root_correction(state, group), float(group["eps"]))
     for key in ("square_avg", "sum"):  # RMSprop and Adadelta; Adagrad
         if isinstance(state.get(key), Tensor):
-            return SecondMoment(real(state[key]), 1.0, float(group["eps"]))
+            value = real(state[key])
+            if isinstance(state.get("grad_avg"), Tensor):  # RMSprop, centered
+                value = (value - real(state["grad_avg"]).square()).clamp_(min=0)
+            return SecondMoment(value, 1.0, float(group["eps"]))
     value = _adafactor_value(state)
     if value is not None:
         floor = group["eps"][0]

@@ -190,5 +190,5 @@ class PACE(Averaging):
 
     def _take_in(self, parameter: Tensor, saved: Saved | None, group: dict[str, Any]) -> State | None:
         if saved is not None:
-            return take_in(parameter, saved.own, group, averages_of(group))
+            return take_in(parameter, saved.own, group, self.format)
         return allocate(parameter, group) if parameter.requires_grad and not is_lazy(parameter) else None

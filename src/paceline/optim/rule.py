@@ -165,7 +165,9 @@ def move_average_(average: Tensor, live: Tensor, rate: Scalar) -> None:
     In float32 a rate below 2^-24 is 0: with power 1, after 16 million steps the average stands.
     """
     keep, move = shares(rate, average.dtype)
-    if isinstance(move, Tensor):
+    if not isinstance(keep, Tensor) and keep == 0:  # 0 · average would be NaN at an infinite one
+        average.copy_(live)
+    elif isinstance(move, Tensor):
         average.mul_(keep).add_(live.to(average.dtype) * move)
     else:
         average.mul_(keep).add_(live, alpha=move)

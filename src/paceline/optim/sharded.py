@@ -27,6 +27,17 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
+def sharded_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """A full tensor, the same on every rank, cut as another one is cut; without communication."""
+    if not _is_sharded(tensor) or _is_sharded(value):
+        return value
+    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
+    whole_value: Tensor = distribute(
+        value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
+    )
+    return whole_value
+
+
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal; of sharded ones, this rank's parts."""
     return torch.equal(local(a), local(b))

@@ -26,9 +26,9 @@ def average_dtype(live: Tensor) -> torch.dtype:
     return _WIDER.get(live.dtype, live.dtype)
 
 
-def averages_of(group: dict[str, Any]) -> set[str]:
+def averages_of(group: dict[str, Any]) -> tuple[str, ...]:
     """The averages that a parameter of this group has."""
-    return {"average"} if group["return_power"] is None else {"average", "returned"}
+    return ("average",) if group["return_power"] is None else ("average", "returned")
 
 
 def returned_key(state: State) -> str:
@@ -50,7 +50,9 @@ def allocate(live: Tensor, group: dict[str, Any]) -> State:
     return state
 
 
-def allocate_averages(live: Tensor, group: dict[str, Any], wanted: set[str], base: dict[str, Any]) -> State:
+def allocate_averages(
+    live: Tensor, group: dict[str, Any], wanted: tuple[str, ...], base: dict[str, Any]
+) -> State:
     """The memory of a wrapper for a parameter of whose base optimizer this is the state.
 
     The count goes on from the base's, where it keeps one: wrapped late, averages begin with live, and
@@ -67,10 +69,10 @@ def is_seeded(state: State) -> bool:
     return "unseeded" not in state and state["step"].item() > 0
 
 
-def take_averages(live: Tensor, state: State, keys: set[str]) -> None:
+def take_averages(live: Tensor, state: State, keys: tuple[str, ...]) -> None:
     """Let the averages be live."""
-    for key in state.keys() & keys:
-        if state[key].shape == live.shape and not state[key].is_meta:
+    for key in keys:
+        if key in state and state[key].shape == live.shape and not state[key].is_meta:
             state[key].copy_(live)
 
 
@@ -89,7 +91,9 @@ def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: i
     conform_averages(live, state, group, averages_of(group), name)
 
 
-def conform_averages(live: Tensor, state: State, group: dict[str, Any], wanted: set[str], name: str) -> None:
+def conform_averages(
+    live: Tensor, state: State, group: dict[str, Any], wanted: tuple[str, ...], name: str
+) -> None:
     """Likewise for the averages alone."""
     if "returned" not in wanted:
         state.pop("returned", None)

@@ -128,7 +128,8 @@ def show_computed_(tensor: Tensor, state: State, average: Tensor) -> None:
 
 def show_kept_(tensor: Tensor, state: State) -> None:
     """Undo `show_computed_`, bit for bit."""
-    tensor.copy_(state.pop("live"))
+    tensor.copy_(state["live"])
+    del state["live"]  # only now: whatever interrupts the copy, it is still there
 
 
 def _exchange_(a: Tensor, b: Tensor) -> None:

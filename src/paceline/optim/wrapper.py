@@ -2,8 +2,7 @@
 
 import inspect
 from abc import abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.optim.averaging import Averaging
-from paceline.optim.loading import Saved, take_in
+from paceline.optim.loading import Format, Saved, take_in
 from paceline.optim.state import State, allocate_averages, conform_averages, name_of
 
 
@@ -26,17 +25,22 @@ class Wrapper(Averaging):
 
     def __init__(self, base: Optimizer, settings: dict[str, Any]) -> None:
         _check_base(base, type(self).__name__)
+        for group in base.param_groups:  # all of them, before anything is written into one
+            _check_unwrapped(base, group, self.format)
+            self.format.check({**settings, **group})
         self.base = base
         self._own: dict[Tensor, State] = {}
         self._settings = settings
         self._needs_closure = _needs_closure(base)
         super().__init__(base.param_groups, {**base.defaults, **settings})
+        if isinstance(base, Averaging):
+            self._inner, base._outer = base, self
 
     # --- What a kind of wrapper has to say --------------------------------------------------------
 
     @abstractmethod
     def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> Any:
-        """What to do before the base's step; the result is handed to `_finish` or `_abandon`."""
+        """What to do before the base's step; the result is handed to `_finish`."""
 
     @abstractmethod
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: Any) -> None:
@@ -44,13 +48,23 @@ class Wrapper(Averaging):
 
     @abstractmethod
     def _abandon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Undo `_prepare`: the base's step failed."""
+        """Undo `_prepare`, or what was done of it: the step failed."""
 
     # --- Groups and state -------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self.base.param_groups
+        """The base's. Those that came to it behind our back get what they lack of our settings."""
+        groups: list[dict[str, Any]] = self.base.param_groups
+        hold = self.format.hold
+        if any(hold not in group for group in groups):
+            known = [group[hold] for group in groups if hold in group]
+            if not known and any("live" in entries for entries in self._own.values()):
+                known = [self._returned_name]
+            for group in groups:
+                for name, value in {**self._settings, hold: (*known, "live")[0]}.items():
+                    group.setdefault(name, value)
+        return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -58,17 +72,10 @@ class Wrapper(Averaging):
         if groups:
             self.base.param_groups = groups
 
-    @property
-    def state(self) -> defaultdict[Any, Any]:
-        """The base's state and ours, to look at; what is assigned here is lost."""
-        joined: defaultdict[Any, Any] = defaultdict(
-            dict, {key: dict(entries) for key, entries in self.base.state.items()}
-        )
-        for parameter, entries in self._memory.items():
-            joined[parameter] |= {self.format.prefix + key: value for key, value in entries.items()}
-        if self._buffer_memory:
-            joined[self.format.prefix + "buffers"] = dict(self._buffer_memory)
-        return joined
+    @property  # type: ignore[override]
+    def state(self) -> "Joined":
+        """The base's state and ours, to look at."""
+        return Joined(self)
 
     @state.setter
     def state(self, state: object) -> None:
@@ -87,10 +94,10 @@ class Wrapper(Averaging):
         self.format.check({**self._settings, **param_group})
         if not any(param_group is known for known in self.base.param_groups):
             self.base.add_param_group(param_group)
-            param_group = self.base.param_groups[-1]
-        self._complete(param_group)
-        for parameter in param_group["params"]:
-            self._remember_beside_base(parameter, param_group)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._own:
+                    self._remember_beside_base(parameter, group)
 
     def _remember_beside_base(self, parameter: Tensor, group: dict[str, Any]) -> State | None:
         """Have a memory where the base has a state, and nowhere else.
@@ -100,28 +107,22 @@ class Wrapper(Averaging):
         """
         base = self.base.state.get(parameter)
         if base and parameter.requires_grad:
-            wanted = self.format.wanted(group)
-            self._memory[parameter] = allocate_averages(parameter, group, wanted, base)
+            self._memory[parameter] = self._allocate(parameter, group, base)
         return self._memory.get(parameter)
 
-    def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group the settings it lacks: also one that was added to the base behind our back."""
-        held = self.param_groups[0].get(self.format.hold, "live")
-        for name, value in {**self._settings, self.format.hold: held}.items():
-            group.setdefault(name, value)
+    def _allocate(self, live: Tensor, group: dict[str, Any], base: dict[str, Any]) -> State:
+        scalars = {name: torch.zeros((), dtype=torch.float64) for name in self.format.scalars}
+        averages = allocate_averages(live, self._counter(group), self.format.wanted(group), base)
+        return {**averages, **scalars}
+
+    def _counter(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What says where the steps of a group are counted."""
+        return group if self.format.on_device else {}
 
     def __getstate__(self) -> dict[str, Any]:
-        names = (
-            "defaults",
-            "base",
-            "_own",
-            "_settings",
-            "_needs_closure",
-            "_loaded_live",
-            "_loaded_name",
-            "_buffer_memory",
-        )
-        return {name: getattr(self, name) for name in names}
+        own = ("defaults", "base", "_inner", "_own", "_settings", "_needs_closure")
+        shared = ("_loaded_live", "_loaded_name", "_buffer_memory")
+        return {name: getattr(self, name) for name in (*own, *shared)}
 
     # --- The step ---------------------------------------------------------------------------------
 
@@ -138,31 +139,37 @@ class Wrapper(Averaging):
                 loss = closure()
             self._put_live_back()  # a closure that evaluates may end in eval()
             closure = None
-        for group in self.param_groups:
-            self._complete(group)
 
         members = [self._ready(group, number, closure) for number, group in enumerate(self.param_groups)]
-        work = []
+        if closure is None and self._is_dummy(members):
+            self._step_base(loss)
+            return loss
+        prepared = []
         try:
             for group, parameters in zip(self.param_groups, members, strict=True):
-                work.append(self._prepare(group, parameters))
+                prepared.append(self._prepare(group, parameters))
             if closure is not None:
                 loss = self.base.step(closure)
-            elif isinstance(self.base, _StepsByLoss):
-                self.base.step_func(_known(loss, self.base))
             else:
-                self.base.step()
+                self._step_base(loss)
         except BaseException:
-            for group, parameters, _ in zip(self.param_groups, members, work):
+            for group, parameters in zip(self.param_groups, members, strict=True):
                 self._abandon(group, parameters)
             raise
-        for group, parameters, prepared in zip(self.param_groups, members, work, strict=True):
-            moved = [parameter for parameter in parameters if parameter.grad is not None]
-            self._finish(group, moved, prepared)
+        for group, parameters, work in zip(self.param_groups, members, prepared, strict=True):
+            # Without a closure all had a gradient, which the base may have cleared by now.
+            self._finish(group, [p for p in parameters if closure is None or p.grad is not None], work)
         return loss
+
+    def _step_base(self, loss: Any) -> None:
+        if isinstance(self.base, _StepsByLoss):
+            self.base.step_func(_known(loss, self.base))
+        else:
+            self.base.step()
 
     def _ready(self, group: dict[str, Any], number: int, closure: object) -> list[Tensor]:
         """The parameters that this step may move, each with a memory that fits it."""
+        _check_capture(self.format, group, type(self).__name__)
         wanted, parameters = self.format.wanted(group), []
         for i, parameter in enumerate(group["params"]):
             # A base that calls the closure itself makes its gradients only then.
@@ -170,46 +177,92 @@ class Wrapper(Averaging):
                 continue
             state = self._memory.get(parameter)
             if not state:
-                state = allocate_averages(parameter, group, wanted, self.base.state.get(parameter, {}))
+                state = self._allocate(parameter, group, self.base.state.get(parameter, {}))
                 self._memory[parameter] = state
-            conform_averages(parameter, state, group, wanted, name_of(group, number, i))
+            conform_averages(parameter, state, self._counter(group), wanted, name_of(group, number, i))
             parameters.append(parameter)
         self._seed_again(parameters, group)
         return parameters
+
+    def _is_dummy(self, members: list[list[Tensor]]) -> bool:
+        """Whether this is the step by which torch.distributed.checkpoint learns a fresh optimizer's state.
+
+        It has rate 0 and gradients 0. Weights may still be loaded after it: averages must not begin yet.
+        """
+        if any(isinstance(rate := group.get("lr", 1.0), float) and rate != 0 for group in self.param_groups):
+            return False
+        parameters = [parameter for group in members for parameter in group if parameter.numel()]
+        steps = [self._memory[parameter]["step"] for parameter in parameters]
+        # A count on the device is not read: that would wait for it at every step.
+        if not steps or any(step.device.type != "cpu" or step.item() for step in steps):
+            return False
+        rates = (float(group.get("lr", 1.0)) for group in self.param_groups)
+        gradients = (parameter.grad for parameter in parameters)
+        return not any(rates) and not any(g is not None and _has_values(g) for g in gradients)
 
     # --- Loading ----------------------------------------------------------------------------------
 
     def _take_groups(self, saved: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
         """Hand the base its part, by its own way of loading."""
-        number = {parameter: i for i, parameter in enumerate(self._members())}
-        packed = [{**group, "params": [number[p] for p in group["params"]]} for group in groups]
-        state: dict[Any, Any] = {}
         buffers = self.format.prefix + "buffers"
         if buffers in saved and self._buffered is None:
             raise ValueError("this state has averages of buffers; give their module as buffers=, as then")
+        number = {parameter: i for i, parameter in enumerate(self._members())}
+        packed = [{**group, "params": [number[p] for p in group["params"]]} for group in groups]
+        state: dict[Any, Any] = {}
         for key, entries in saved.items():
-            if key == buffers:
-                continue
-            if not isinstance(entries, Saved):
+            if isinstance(entries, Saved):
+                if entries.base:
+                    # Copied: torch's loading keeps the very tensors it is given.
+                    state[number[key]] = {k: _copy(v) for k, v in entries.base.items()}
+            elif key != buffers:
                 state[key] = entries
-            elif entries.base:
-                # Copied: torch's loading keeps the very tensors it is given.
-                state[number[key]] = {k: _copy(v) for k, v in entries.base.items()}
         self.base.load_state_dict({"state": state, "param_groups": packed})
         self._take_buffers(saved.pop(buffers, {}))
 
     def _take_buffers(self, saved: dict[str, State]) -> None:
         self._buffer_memory.clear()
         for name, buffer in self._buffers():
-            if name in saved:
-                self._buffer_memory[name] = take_in(buffer, saved[name], {}, self.format.wanted({}))
+            if saved.get(name):
+                self._buffer_memory[name] = take_in(buffer, saved[name], {}, self.format)
                 if "live" in saved[name]:
                     buffer.copy_(saved[name]["live"])
 
     def _take_in(self, parameter: Tensor, saved: Saved | None, group: dict[str, Any]) -> State | None:
         if saved is None or not saved.own:
             return self._remember_beside_base(parameter, group)
-        return take_in(parameter, saved.own, group, self.format.wanted(group))
+        return take_in(parameter, saved.own, group, self.format)
+
+
+class Joined(Mapping[Any, dict[str, Any]]):
+    """The state of a base and the memory around it, looked up when asked for; not to be changed.
+
+    As an optimizer's own state does, it gives an empty dict for a parameter it does not know.
+    """
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._wrapper = wrapper
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        wrapper, prefix = self._wrapper, self._wrapper.format.prefix
+        if isinstance(key, str) and key == prefix + "buffers":
+            return dict(wrapper._buffer_memory)
+        own = wrapper._memory.get(key, {})
+        return {**wrapper.base.state.get(key, {}), **{prefix + name: value for name, value in own.items()}}
+
+    def __iter__(self) -> Iterator[Any]:
+        wrapper = self._wrapper
+        # Of a parameter that was replaced since, nothing is left to save.
+        own = (parameter for parameter in wrapper._members() if wrapper._memory.get(parameter))
+        yield from dict.fromkeys((*wrapper.base.state, *own))
+        if wrapper._buffer_memory:
+            yield wrapper.format.prefix + "buffers"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self[key])
 
 
 @runtime_checkable
@@ -228,6 +281,11 @@ def _known(loss: Any, base: object) -> Any:
     return loss
 
 
+def _has_values(gradient: Tensor) -> bool:
+    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+    return bool(dense.count_nonzero() > 0)
+
+
 def _copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -244,6 +302,9 @@ def _needs_closure(base: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+# --- What is refused --------------------------------------------------------------------------------
+
+
 def _check_base(base: object, name: str) -> None:
     if not isinstance(base, Optimizer):
         raise TypeError(
@@ -254,6 +315,24 @@ def _check_base(base: object, name: str) -> None:
         raise ValueError(f"{name} cannot wrap an optimizer with differentiable=True; PACE offers it")
 
 
+def _check_unwrapped(base: Optimizer, group: dict[str, Any], format: Format) -> None:
+    if format.hold in group:
+        raise ValueError(
+            f"this {type(base).__name__} is wrapped already: its groups have the settings of another "
+            f"wrapper of this kind ({format.hold!r} is there); make a new one to wrap"
+        )
+
+
+def _check_capture(format: Format, group: dict[str, Any], name: str) -> None:
+    # No stream captures before CUDA is initialized, and asking would initialize it.
+    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return
+    if not format.on_device:
+        raise RuntimeError(f"{name} counts its steps on the host and cannot be captured in a CUDA graph")
+    if not group.get("capturable"):
+        raise RuntimeError("capturing step() in a CUDA graph needs a base with capturable=True in all groups")
+
+
 def refuse_averaging_base(base: object, name: str) -> None:
     """Raise ValueError for a base that moves weights toward or away from an average of its own."""
     if isinstance(base, Averaging):
@@ -261,9 +340,17 @@ def refuse_averaging_base(base: object, name: str) -> None:
             f"{name} cannot wrap {type(base).__name__}, which moves live by an average of its own already; "
             "wrap the optimizer underneath, or keep further averages beside it with Averages"
         )
-    if isinstance(base, Optimizer) and any("train_mode" in group for group in base.param_groups):
+    if is_schedule_free(base):
         raise ValueError(
             f"{name} cannot wrap {type(base).__name__}: a Schedule-Free optimizer keeps its parameters "
             "between its own average and its fast weights and recovers one from the other, which a pull "
-            "would break; it returns an average without one (paceline.optim.baselines.schedule_free)"
+            "would break; it returns an average without one (paceline.optim.baselines.ScheduleFree)"
         )
+
+
+def is_schedule_free(base: object) -> bool:
+    """Whether a base is of the schedulefree package, or like those has a mode in its groups."""
+    if not isinstance(base, Optimizer) or isinstance(base, Averaging):
+        return False
+    packaged = type(base).__module__.split(".")[0] == "schedulefree"
+    return packaged or any("train_mode" in group for group in base.param_groups)

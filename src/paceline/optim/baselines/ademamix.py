@@ -79,7 +79,9 @@ def ademamix_step_(
 
     live.mul_(1 - lr * weight_decay)
     exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_slow.lerp_(grad, 1 - beta3_at(t, beta1, beta3, beta3_warmup))
+    slow = beta3_at(t, beta1, beta3, beta3_warmup)
+    # Not lerp: of a number that changes from step to step, sharded tensors would remember each.
+    exp_avg_slow.mul_(slow).add_(grad, alpha=1 - slow)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     # Only the fast momentum is corrected for its start at 0; -lr / correction does that below.
     mixed = exp_avg.add(exp_avg_slow, alpha=alpha_at(t, alpha, alpha_warmup) * correction)

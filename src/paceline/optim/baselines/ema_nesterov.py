@@ -24,8 +24,8 @@ def _check(group: dict[str, Any]) -> None:
     require(ok, "stop value", stop, "None, or an integer >= start")
 
 
-def _wanted(group: dict[str, Any]) -> set[str]:
-    return {"average"}
+def _wanted(group: dict[str, Any]) -> tuple[str, ...]:
+    return ("average",)
 
 
 @final
@@ -62,6 +62,8 @@ class EMANesterov(Wrapper):
         reads="EMANesterov loads its own states and those of its base optimizer",
         check=_check,
         wanted=_wanted,
+        scalars=("beyond",),
+        on_device=False,
     )
 
     def __init__(
@@ -97,7 +99,9 @@ class EMANesterov(Wrapper):
     def _average(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor:
         """x, from y = x + beyond · (x − E)."""
         beyond = state["beyond"].item()
-        return torch.lerp(live.to(state["average"].dtype), state["average"], beyond / (1 + beyond))
+        share = beyond / (1 + beyond)
+        # Not lerp: of a number that changes from call to call, sharded tensors would remember each.
+        return (live.to(state["average"].dtype) * (1 - share)).add_(state["average"], alpha=share)
 
     def _show(self, name: str, parameter: Tensor, state: State) -> None:
         show_computed_(parameter, state, self._average(name, parameter, state, parameter.detach()))

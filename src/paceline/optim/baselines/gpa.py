@@ -20,8 +20,8 @@ def _check(group: dict[str, Any]) -> None:
     require(is_number(mu_y) and 0 <= mu_y <= 1, "mu_y value", mu_y, "0 <= mu_y <= 1")
 
 
-def _wanted(group: dict[str, Any]) -> set[str]:
-    return {"average", "fast"}
+def _wanted(group: dict[str, Any]) -> tuple[str, ...]:
+    return ("average", "fast")
 
 
 @final
@@ -54,6 +54,7 @@ class GPA(Wrapper):
         reads="GPA loads its own states and those of its base optimizer",
         check=_check,
         wanted=_wanted,
+        on_device=False,
     )
 
     def __init__(self, base: Optimizer, *, mu_x: float = 0.9967, mu_y: float = 0.7) -> None:

@@ -1,5 +1,7 @@
 """Lookahead: every k steps of a base optimizer, live goes back to its slow weights."""
 
+from numbers import Integral
+
 from torch.optim.optimizer import Optimizer
 
 from paceline.optim.checks import is_number, require
@@ -26,14 +28,14 @@ def lookahead(base: Optimizer, *, k: int = 5, alpha: float = 0.5) -> Pullback:
     >>> parameter.item()  # half way from 1.0 to 0.8
     0.8999999761581421
     """
-    require(isinstance(k, int) and k >= 1, "k value", k, "an integer >= 1")
+    require(isinstance(k, Integral) and k >= 1, "k value", k, "an integer >= 1")
     require(is_number(alpha) and 0 < alpha <= 1, "alpha value", alpha, "0 < alpha <= 1")
     return Pullback(
         base,
         pullback_strength=float("inf"),
         gain="uniform",
         gap="lookahead",
-        update_every=k,
+        update_every=int(k),
         # A rate of alpha at every step: (1/alpha + 0 · t)^-1.
         ema_power=1.0,
         ema_offset=1 / alpha,

@@ -16,8 +16,8 @@ def _no_setting_of_ours(group: dict[str, Any]) -> None:
     """All settings are the package's."""
 
 
-def _wanted(group: dict[str, Any]) -> set[str]:
-    return set()
+def _wanted(group: dict[str, Any]) -> tuple[str, ...]:
+    return ()
 
 
 @final
@@ -48,6 +48,7 @@ class ScheduleFree(Wrapper):
         reads="ScheduleFree loads its own states and those of its base optimizer",
         check=_no_setting_of_ours,
         wanted=_wanted,
+        on_device=False,
     )
 
     def __init__(self, base: Optimizer) -> None:
@@ -57,11 +58,15 @@ class ScheduleFree(Wrapper):
                 "for an average beside another optimizer take Pullback or Averages"
             )
         super().__init__(base, {})
+        self._be_in_train_mode()
+
+    def _be_in_train_mode(self) -> None:
+        """A fresh one starts out in eval mode, and a loaded one may be: from there the package goes to y."""
+        if not all(group["train_mode"] for group in self.param_groups):
+            self.base.train()  # type: ignore[attr-defined]
 
     def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        # A fresh one starts out in eval mode, and a loaded one may: from there the package goes to y.
-        if not group["train_mode"]:
-            self.base.train()  # type: ignore[attr-defined]
+        self._be_in_train_mode()
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: None) -> None:
         for parameter in moved:
@@ -76,7 +81,9 @@ class ScheduleFree(Wrapper):
             average: Tensor = entries["x"]
             return average
         # y = beta · x + (1 − beta) · z
-        (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        if not group["train_mode"]:  # the package's own eval() was called: the parameter is x
+            return live
         beta = group["betas"][0] if "betas" in group else group["momentum"]
         return torch.lerp(live, entries["z"].to(live), 1 - 1 / beta)
 
