@@ -83,7 +83,7 @@ def admit(
                 if entry.own or not format.prefix:
                     check_loadable(parameter, entry.own, name, format, shaped)
                     _check_live(entry.own, saved, memory.get(parameter, {}), name, format)
-                if not entry.own or entry.own["step"] > 0:
+                if parameter.requires_grad and (not entry.own or entry.own["step"] > 0):
                     for average in (key for key in wanted if key not in entry.own):
                         without.setdefault(average, []).append(name)
     _note_of_missing(notes, without)

@@ -254,7 +254,9 @@ class Joined(Mapping[Any, dict[str, Any]]):
         wrapper = self._wrapper
         # Of a parameter that was replaced since, nothing is left to save.
         own = (parameter for parameter in wrapper._members() if wrapper._memory.get(parameter))
-        yield from dict.fromkeys((*wrapper.base.state, *own))
+        # An empty entry is none: some optimizers touch the state of parameters that have none yet.
+        base = (key for key, entries in wrapper.base.state.items() if entries)
+        yield from dict.fromkeys((*base, *own))
         if wrapper._buffer_memory:
             yield wrapper.format.prefix + "buffers"
 
