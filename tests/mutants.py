@@ -43,6 +43,7 @@ _AVERAGES = "tests/optim/test_averages.py"
 _BASELINES = "tests/optim/test_baselines.py"
 _ADEMAMIX = "tests/optim/test_ademamix.py"
 _BATTERY = "tests/optim/test_battery.py"
+_WRAPPERS = "tests/optim/test_wrappers.py"
 
 _REFERENCE = f"{_RULE}::test_against_the_reference_over_200_steps"
 _GOLDEN = "tests/optim/test_golden.py"
@@ -54,6 +55,7 @@ _LOOP = f"{_PATHS}::test_foreach_is_the_loop_bit_for_bit"
 _EVERY = f"{_ADAMW}::test_between_updates_a_step_is_adamws"
 _SECOND = f"{_ADAMW}::test_a_returned_average_leaves_live_bit_identical"
 _DEVICE = f"{_SETTINGS}::test_device_scalars_give_the_same_trajectory"
+_DEVICE_AGES = f"{_SETTINGS}::test_device_scalars_of_parameters_of_different_age_and_at_rate_0"
 _DIFFERENTIABLE = f"{_SETTINGS}::test_differentiable_steps_have_the_gradient_of_finite_differences"
 _GRADIENTS = f"{_FAULTS}::test_gradients_are_never_modified"
 _BAD = f"{_FAULTS}::test_a_bad_gradient_spoils_its_own_coordinate_and_no_other"
@@ -151,7 +153,11 @@ RULE = [
         "rule.py",
         "torch.clamp(spread, 0.25, 4.0, out=terms.out)",
         "torch.clamp(spread, 0.2, 4.0, out=terms.out)",
-        (_REFERENCE, _GOLDEN),
+        (
+            "tests/optim/test_rule.py::test_the_relative_ratio_is_clipped_at_a_quarter_and_at_four",
+            _REFERENCE,
+            _GOLDEN,
+        ),
     ),
     Mutant(
         "rule-relative-clip-high",
@@ -285,7 +291,7 @@ RULE = [
         "rule.py",
         "pulling = averaging & (lr != 0) if on_device",
         "pulling = averaging if on_device",
-        (_DEVICE, _SETTINGS),
+        (_DEVICE_AGES,),
     ),
     Mutant(
         "rule-control-average-at-the-returned-rate",
@@ -344,10 +350,7 @@ RULE = [
         "rule.py",
         "    if not isinstance(keep, Tensor) and keep == 0:",
         "    if False:",
-        (
-            _RULE,
-            _FAULTS,
-        ),
+        (f"{_WRAPPERS}::test_an_infinite_weight_is_averaged_as_what_it_is",),
     ),
     Mutant(
         "rule-seed-missing",
@@ -365,14 +368,17 @@ RULE = [
         "rule.py",
         "torch.where(t == 1, live, average)",
         "torch.where(t == 0, live, average)",
-        (_DEVICE, _BEFORE_FIRST, _SETTINGS),
+        (_DEVICE_AGES,),
     ),
     Mutant(
         "rule-seed-of-returned-missing",
         "rule.py",
         "        seed_average_(returned, live, at.t)",
         "        pass",
-        (_BEFORE_FIRST,),
+        (
+            "tests/optim/test_state.py::test_averages_are_seeded_by_the_first_step_itself",
+            _BEFORE_FIRST,
+        ),
     ),
     Mutant(
         "rule-seed-from-raw",
@@ -480,7 +486,7 @@ RULE = [
         "rule.py",
         "return torch.where(at.pulling, gain, 0.0) if isinstance(at.pulling, Tensor) else gain",
         "return gain",
-        (_DEVICE, _SETTINGS),
+        (_DEVICE_AGES,),
     ),
     Mutant(
         "rule-differentiable-overwrites",
@@ -541,13 +547,25 @@ FOREACH = [
         "if chunk and size + elements < 0:",
         (f"{_PATHS}::test_temporary_memory_is_bounded_by_the_chunk",),
     ),
-    Mutant("foreach-seed-missing", "foreach.py", "    _seed_averages_(chunk, ats)\n", "", (_BEFORE_FIRST,)),
+    Mutant(
+        "foreach-seed-missing",
+        "foreach.py",
+        "    _seed_averages_(chunk, ats)\n",
+        "",
+        (
+            "tests/optim/test_state.py::test_averages_are_seeded_by_the_first_step_itself",
+            _BEFORE_FIRST,
+        ),
+    ),
     Mutant(
         "foreach-seed-of-returned-missing",
         "foreach.py",
         "            seed_average_(slot.returned, slot.live, at.t)",
         "            pass",
-        (_BEFORE_FIRST,),
+        (
+            "tests/optim/test_state.py::test_averages_are_seeded_by_the_first_step_itself",
+            _BEFORE_FIRST,
+        ),
     ),
     Mutant(
         "foreach-maximize-ignored", "foreach.py", "grads = list(torch._foreach_neg(grads))", "pass", (_LOOP,)
@@ -585,14 +603,14 @@ FOREACH = [
         "foreach.py",
         '_each(ats, "step_size")',
         "[at.step_size] * len(ats)",
-        (_DEVICE, _SETTINGS),
+        (_DEVICE_AGES,),
     ),
     Mutant(
         "foreach-device-root-of-the-first",
         "foreach.py",
         'torch._foreach_div_(denominators, _each(ats, "root_correction"))',
         "torch._foreach_div_(denominators, [ats[0].root_correction] * len(ats))",
-        (_DEVICE, _SETTINGS),
+        (_DEVICE_AGES,),
     ),
     Mutant(
         "foreach-updates-at-every-step",
@@ -674,7 +692,7 @@ FOREACH = [
         "foreach.py",
         "    if isinstance(ats[0].pulling, Tensor):",
         "    if False:",
-        (_DEVICE, _SETTINGS),
+        (_DEVICE_AGES,),
     ),
     Mutant(
         "foreach-lookahead-the-other-way",
@@ -695,10 +713,7 @@ FOREACH = [
         "foreach.py",
         "        if keep == 0:",
         "        if False:",
-        (
-            _RULE,
-            _FAULTS,
-        ),
+        (f"{_WRAPPERS}::test_an_infinite_weight_is_averaged_as_what_it_is",),
     ),
     Mutant(
         "foreach-device-average-moves-the-other-way",
@@ -722,7 +737,10 @@ STATE = [
         "state.py",
         '    _convert(state, "step", step_device(live, group), torch.float64)\n',
         "",
-        (f"{_LOADING}::test_a_load_in_inference_mode_and_a_state_carried_from_adamw",),
+        (
+            "tests/optim/test_state.py::test_a_step_count_carried_over_by_hand_counts_on",
+            f"{_LOADING}::test_a_load_in_inference_mode_and_a_state_carried_from_adamw",
+        ),
     ),
     Mutant(
         "state-average-in-low-precision",
@@ -820,7 +838,10 @@ STATE = [
         "state.py",
         'return state if taken == 0 else {**state, "unseeded": torch.tensor(True)}',
         "return state",
-        (f"{_PULLBACK}::test_a_base_in_use_is_wrapped_with_its_state",),
+        (
+            "tests/optim/test_pullback.py::test_weights_loaded_between_wrapping_and_the_next_step_count",
+            f"{_PULLBACK}::test_a_base_in_use_is_wrapped_with_its_state",
+        ),
     ),
     Mutant(
         "work-missing-gradient-is-0",
@@ -896,7 +917,11 @@ PACE = [
         "pace.py",
         "return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}",
         'return {**super().__getstate__(), **{n: getattr(self, n) for n in names}, "_loaded_live": {}}',
-        (_COPIES, _CHECKPOINTS),
+        (
+            "tests/optim/test_state.py::test_a_copy_right_after_loading_knows_the_live_weights_that_came_along",
+            _COPIES,
+            _CHECKPOINTS,
+        ),
     ),
     Mutant(
         "pace-step-in-a-block",
@@ -948,7 +973,10 @@ PACE = [
         "pace.py",
         "        if not all_finite([slot.grad",
         "        [self._seed_again(*w[1::-1]) for w in work]\n        if not all_finite([slot.grad",
-        (_FAULTS,),
+        (
+            "tests/optim/test_faults.py::test_a_skipped_step_after_a_reset_does_not_seed",
+            _FAULTS,
+        ),
     ),
     Mutant(
         "pace-parameter-without-saved-state-gets-none",
@@ -1021,42 +1049,45 @@ AVERAGING = [
         "averaging.py",
         "if self._outer is not None and self._outer.shows_average():",
         "if False:",
-        (_AVERAGES,),
+        (f"{_WRAPPERS}::test_one_average_at_a_time",),
     ),
     Mutant(
         "averaging-shown-over-the-average-underneath",
         "averaging.py",
         "            self._inner.train()  # what is set aside must be live\n",
         "            pass\n",
-        (_AVERAGES,),
+        (f"{_WRAPPERS}::test_one_average_at_a_time",),
     ),
     Mutant(
         "averaging-step-leaves-the-average-underneath",
         "averaging.py",
         "            self._inner.train()\n\n    def _seed_again",
         "            pass\n\n    def _seed_again",
-        (_AVERAGES,),
+        (f"{_WRAPPERS}::test_averages_begin_with_live_also_if_the_inner_average_was_shown",),
     ),
     Mutant(
         "averaging-save-misses-a-stale-load-underneath",
         "averaging.py",
         "            self._inner._notice_stale_load()\n",
         "            pass\n",
-        (_AVERAGES,),
+        (
+            "tests/optim/test_wrappers.py::test_a_state_saved_right_after_the_inner_average_was_loaded_last",
+            _WRAPPERS,
+        ),
     ),
     Mutant(
         "averaging-saved-average-underneath-changes-later",
         "averaging.py",
         "        _settle(optimizer._inner, state_dict)\n",
         "        pass\n",
-        (_AVERAGES,),
+        (f"{_WRAPPERS}::test_a_state_saved_while_the_inner_average_is_shown_is_whole",),
     ),
     Mutant(
         "averaging-export-misses-a-stale-load",
         "averaging.py",
         "        self._notice_stale_load()\n        for tensor, state in self._remembered():",
         "        for tensor, state in self._remembered():",
-        (_CHECKPOINTS,),
+        (f"{_WRAPPERS}::test_an_export_right_after_loading_in_the_other_order",),
     ),
     Mutant(
         "averaging-restored-in-order",
@@ -1150,13 +1181,6 @@ AVERAGING = [
         (_FROM_ADAMW,),
     ),
     Mutant(
-        "averaging-loaded-over-a-shown-average",
-        "averaging.py",
-        "        self._put_live_back()\n        try:\n            self._take_groups(",
-        "        try:\n            self._take_groups(",
-        (_DCP_SAME, _CHECKPOINTS),
-    ),
-    Mutant(
         "averaging-refused-load-ends-in-live",
         "averaging.py",
         "            if showed:\n                self._show_all(held)\n            raise",
@@ -1169,6 +1193,7 @@ AVERAGING = [
         '        self._mark("live")\n        adopted',
         "        adopted",
         (
+            "tests/optim/test_battery.py::test_a_state_saved_while_the_average_is_shown_goes_on_from_live",
             f"{_WEIGHTS}::test_saved_inside_a_block_training_goes_on_from_live",
             _SHOWN_ORDER,
         ),
@@ -1213,7 +1238,7 @@ AVERAGING = [
         "averaging.py",
         "entries = {moving[0]: parameter.detach(), **entries}",
         "entries = {**entries}",
-        (_WEIGHTS, _CHECKPOINTS),
+        ("tests/optim/test_state.py::test_all_groups_say_what_the_parameters_hold", _WEIGHTS, _CHECKPOINTS),
     ),
 ]
 
@@ -1244,7 +1269,10 @@ LOADING = [
         "loading.py",
         "count.to(device, torch.float64, copy=True)",
         "count.to(device, copy=True)",
-        (_FROM_ADAMW,),
+        (
+            "tests/optim/test_loading.py::test_right_after_a_load_the_state_is_complete",
+            _FROM_ADAMW,
+        ),
     ),
     Mutant(
         "loading-live-stays-in-the-state",
@@ -1298,9 +1326,16 @@ LOADING = [
     Mutant(
         "loading-missing-average-of-a-fresh-state-noted",
         "loading.py",
-        '                if not entry.own or entry.own["step"] > 0:\n',
-        "                if True:\n",
+        '(not entry.own or entry.own["step"] > 0)',
+        "True",
         (_LOADING, _CHECKPOINTS),
+    ),
+    Mutant(
+        "loading-missing-average-of-a-frozen-parameter-noted",
+        "loading.py",
+        "if parameter.requires_grad and (not entry.own",
+        "if (not entry.own",
+        (f"{_WRAPPERS}::test_a_frozen_parameter_beside_a_base_with_state_from_the_start",),
     ),
     Mutant(
         "loading-two-notes-for-one-loss",
@@ -1399,14 +1434,14 @@ LOADING = [
         "loading.py",
         "    if format.prefix and format.hold not in saved:",
         "    if False:",
-        (_PULLBACK,),
+        (f"{_WRAPPERS}::test_a_checkpoint_of_the_base_by_way_of_a_full_state_dict",),
     ),
     Mutant(
         "loading-average-no-longer-kept-stays",
         "loading.py",
         'ours = (*wanted, *format.scalars, "unseeded") if format.prefix else own',
         "ours = own",
-        (_AVERAGES,),
+        (f"{_WRAPPERS}::test_averages_that_are_no_longer_kept",),
     ),
     Mutant(
         "loading-amsgrad-not-noted",
@@ -1617,7 +1652,14 @@ WRAPPER = [
         "wrapper.py",
         "if any(hold not in group for group in groups):",
         "if all(hold not in group for group in groups):",
-        (f"{_PULLBACK}::test_the_groups_are_the_bases_own",),
+        (f"{_WRAPPERS}::test_what_is_done_to_the_base_behind_the_back",),
+    ),
+    Mutant(
+        "wrapper-hold-lost-behind-the-back",
+        "wrapper.py",
+        "                known = [self._returned_name]\n",
+        "                pass\n",
+        (f"{_WRAPPERS}::test_what_is_done_to_the_base_behind_the_back",),
     ),
     Mutant(
         "wrapper-settings-of-groups-lost",
@@ -1659,7 +1701,7 @@ WRAPPER = [
         "wrapper.py",
         "[p for p in parameters if closure is None or p.grad is not None]",
         "[p for p in parameters if p.grad is not None]",
-        (_PULLBACK,),
+        (f"{_WRAPPERS}::test_a_base_that_clears_its_gradients",),
     ),
     Mutant(
         "wrapper-parameters-without-gradient-remembered",
@@ -1725,7 +1767,7 @@ WRAPPER = [
         "wrapper.py",
         '("defaults", "base", "_inner", "_own",',
         '("defaults", "base", "_own",',
-        (_AVERAGES,),
+        (f"{_WRAPPERS}::test_one_average_at_a_time",),
     ),
     Mutant(
         "wrapper-pull-toward-a-second-average-accepted",
@@ -1739,21 +1781,27 @@ WRAPPER = [
         "wrapper.py",
         "    if format.hold in group:\n",
         "    if False:\n",
-        (_PULLBACK,),
+        (f"{_WRAPPERS}::test_a_base_is_wrapped_once",),
     ),
     Mutant(
         "wrapper-dummy-step-counts",
         "wrapper.py",
         "        if closure is None and self._is_dummy(members):\n",
         "        if False:\n",
-        (_PULLBACK,),
+        (
+            f"{_WRAPPERS}::test_weights_may_be_loaded_after_a_distributed_checkpoint_looked_at_a_fresh_optimizer",
+        ),
     ),
     Mutant(
         "wrapper-first-step-at-rate-0-is-a-dummy",
         "wrapper.py",
         "return not any(rates) and not any(g is not None and _has_values(g) for g in gradients)",
         "return not any(rates)",
-        (_PULLBACK,),
+        (
+            _WRAPPERS,
+            f"{_PULLBACK}::test_a_bfloat16_run_moves_its_average_late",
+            _PULLBACK,
+        ),
     ),
 ]
 
@@ -1908,7 +1956,7 @@ PULLBACK = [
         "moments.py",
         'if isinstance(state.get("grad_avg"), Tensor):',
         "if False:",
-        (_PULLBACK,),
+        (f"{_WRAPPERS}::test_a_centered_second_moment",),
     ),
     Mutant(
         "moments-adafactor-mean-over-columns",
@@ -1939,7 +1987,10 @@ AVERAGES = [
         "averages.py",
         "max((s for s in known if s <= t), default=0)",
         "max(known, default=0)",
-        (_DEFINITION, _AVERAGES, f"{_BATTERY}::test_two_runs_are_the_same_bits"),
+        (
+            f"{_WRAPPERS}::test_polynomial_averages_of_parameters_of_two_ages",
+            _DEFINITION,
+        ),
     ),
     Mutant(
         "averages-fixed-decay-starts-early",
@@ -2016,21 +2067,34 @@ AVERAGES = [
         "averages.py",
         'lambda item: (item[0], item[1]["step"].item())',
         "lambda item: (item[0], None)",
-        (f"{_BATTERY}::test_frozen_parameters_stand_still_and_thaw",),
+        (f"{_WRAPPERS}::test_polynomial_averages_of_parameters_of_two_ages",),
     ),
     Mutant(
         "averages-buffers-by-group",
         "averages.py",
         "        if moved and self._buffers_are_due:",
         "        if moved:",
-        (_AVERAGES,),
+        (
+            _AVERAGES,
+            _WRAPPERS,
+        ),
+    ),
+    Mutant(
+        "averages-masks-averaged",
+        "averages.py",
+        "finite = bool(buffer.isfinite().all())",
+        "finite = True",
+        (f"{_WRAPPERS}::test_masks_among_the_buffers_are_left_alone",),
     ),
     Mutant(
         "averages-buffers-without-a-step",
         "averages.py",
         "        if moved and self._buffers_are_due:",
         "        if self._buffers_are_due:",
-        (_AVERAGES,),
+        (
+            _AVERAGES,
+            _WRAPPERS,
+        ),
     ),
     Mutant(
         "averages-view-over-another",
@@ -2148,6 +2212,13 @@ BASELINES = [
         'torch.lerp(live, entries["z"].to(live), 1 - 1 / beta)',
         'torch.lerp(live, entries["z"].to(live), 1 - beta)',
         (f"{_BASELINES}::test_schedule_free_is_the_packages_own",),
+    ),
+    Mutant(
+        "schedule-free-own-eval-misunderstood",
+        "baselines/schedule_free.py",
+        'if not group["train_mode"]:  # the package\'s own eval() was called: the parameter is x',
+        "if False:",
+        (f"{_WRAPPERS}::test_the_packages_own_eval_is_understood",),
     ),
     Mutant(
         "ademamix-slow-momentum-corrected",

@@ -423,6 +423,7 @@ def test_a_state_saved_while_the_average_is_shown_goes_on_from_live(name):
     fresh.targets = problem.targets
     fresh.model.load_state_dict(saved[0])  # the average
     fresh.optimizer.load_state_dict(saved[1])
+    assert not fresh.optimizer.shows_average()
     assert_same_bits(everything(fresh.optimizer), everything(problem.optimizer))
     fresh.run(3, start=5)
     problem.run(3, start=5)

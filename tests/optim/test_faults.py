@@ -7,7 +7,7 @@ import pytest
 import torch
 from problems import PATHS, assert_same_bits, everything, make_gradients, make_parameters, run, set_gradients
 
-from paceline import PACE
+from paceline import PACE, reset_average
 
 GAINS = [("paper", 3e-3), ("paper", 1e6), ("paper", math.inf), ("uniform", 0.7), ("relative", 0.7)]
 
@@ -129,6 +129,21 @@ def test_a_skipped_first_step_does_not_seed():
     optimizer.step()
     with torch.no_grad():
         parameter.fill_(5.0)  # e.g. a checkpoint loaded now
+    parameter.grad = torch.zeros(3)
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["average"], torch.full((3,), 5.0))
+
+
+def test_a_skipped_step_after_a_reset_does_not_seed():
+    parameter = torch.ones(3).requires_grad_()
+    optimizer = PACE([parameter], skip_nonfinite=True, pullback_strength=0.0, weight_decay=0.0)
+    parameter.grad = torch.zeros(3)
+    optimizer.step()
+    reset_average(optimizer)
+    parameter.grad = torch.full((3,), math.nan)
+    optimizer.step()
+    with torch.no_grad():
+        parameter.fill_(5.0)
     parameter.grad = torch.zeros(3)
     optimizer.step()
     assert torch.equal(optimizer.state[parameter]["average"], torch.full((3,), 5.0))

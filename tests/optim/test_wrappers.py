@@ -138,6 +138,22 @@ def test_a_state_saved_while_the_inner_average_is_shown_is_whole():
     assert_same_bits(everything(optimizer), before)
 
 
+def test_a_state_saved_right_after_the_inner_average_was_loaded_last():
+    """The optimizer first, the model, which has PACE's average, after it; then saved before any step."""
+    parameters, optimizer = nested()
+    before = everything(optimizer)
+    with averaged_weights(optimizer.base):
+        saved = copy.deepcopy(([p.detach() for p in parameters], optimizer.state_dict()))
+    others, third = make_parameters(seed=3), make_parameters(seed=4)
+    other, last = (Averages(PACE(p), {"a": PowerLaw(0.9)}) for p in (others, third))
+    other.load_state_dict(saved[1])
+    with torch.no_grad():
+        for p, average in zip(others, saved[0], strict=True):
+            p.copy_(average)
+    last.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert_same_bits(everything(last), before)
+
+
 def test_one_average_at_a_time():
     parameters, optimizer = nested()
     before = everything(optimizer)
