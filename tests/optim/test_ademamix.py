@@ -23,6 +23,8 @@ from torch.optim import AdamW
 from paceline.optim import schedules
 from paceline.optim.baselines.ademamix import AdEMAMix, ademamix_step_, alpha_at, beta3_at
 
+pytestmark = pytest.mark.slow
+
 FAST = {"lr": 1e-2, "betas": (0.9, 0.99, 0.999)}
 
 

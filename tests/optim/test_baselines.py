@@ -12,6 +12,8 @@ from torch import nn, optim
 from paceline import Averages, FixedDecay, Pullback, averaged_weights
 from paceline.optim.baselines import GPA, EMANesterov, ScheduleFree, lookahead
 
+pytestmark = pytest.mark.slow
+
 STEPS = 60
 
 

@@ -16,6 +16,8 @@ from torch.optim import lr_scheduler
 
 from paceline import averaged_state_dict, averaged_weights, reset_average
 
+pytestmark = pytest.mark.slow
+
 # --- It optimizes ---------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from torch.optim import AdamW
 from paceline import PACE, averaged_state_dict
 from paceline.optim.groups import parameter_groups
 
+pytestmark = pytest.mark.slow
+
 
 def settings_of(groups):
     """Name → the settings of its group."""

@@ -30,6 +30,8 @@ from paceline.optim import probes
 from paceline.optim.probes import probe
 from paceline.optim.readings import SAMPLE, Figures, Spread, sample_stride
 
+pytestmark = pytest.mark.slow
+
 # --- What a reading must be -----------------------------------------------------------------------
 
 
