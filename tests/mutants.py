@@ -1291,23 +1291,16 @@ LOADING = [
     Mutant(
         "loading-returned-from-the-control-average",
         "loading.py",
-        'elif "returned" not in state and "average" in state:',
-        'elif "average" in state:',
+        'if "returned" in wanted and "returned" not in state and "average" in state:',
+        'if "returned" in wanted and "average" in state:',
         (_SHOWN_ORDER,),
     ),
     Mutant(
         "loading-missing-returned-from-live",
         "loading.py",
-        'elif "returned" not in state and "average" in state:',
-        "elif False:",
+        'if "returned" in wanted and "returned" not in state and "average" in state:',
+        "if False:",
         (f"{_LOADING}::test_a_missing_returned_average_starts_from_the_control_average",),
-    ),
-    Mutant(
-        "loading-unwanted-returned-stays",
-        "loading.py",
-        '    if "returned" not in wanted:\n        state.pop("returned", None)',
-        '    if "returned" not in wanted:\n        pass',
-        (_LOADING, _STATE, _CHECKPOINTS),
     ),
     Mutant(
         "loading-missing-average-from-weights-of-now",
@@ -1427,14 +1420,10 @@ LOADING = [
         "loading.py",
         " and not (isinstance(v, dict) and not v)}",
         "}",
-        (_DCP_LEFTOVERS,),
-    ),
-    Mutant(
-        "loading-leftovers-beside-a-base-state-taken",
-        "loading.py",
-        "    if format.prefix and format.hold not in saved:",
-        "    if False:",
-        (f"{_WRAPPERS}::test_a_checkpoint_of_the_base_by_way_of_a_full_state_dict",),
+        (
+            "tests/optim/test_checkpoints.py::test_a_flat_dcp_state_loaded_right_after_a_reset_brings_its_average",
+            _DCP_LEFTOVERS,
+        ),
     ),
     Mutant(
         "loading-average-no-longer-kept-stays",
@@ -1638,7 +1627,11 @@ WRAPPER = [
         "wrapper.py",
         "            self._put_live_back()  # a closure that evaluates may end in eval()\n",
         "",
-        (f"{_BATTERY}::test_a_closure_is_evaluated_once_with_gradients_enabled", _PULLBACK),
+        (
+            "tests/optim/test_battery.py::test_a_closure_may_end_in_eval",
+            f"{_BATTERY}::test_a_closure_is_evaluated_once_with_gradients_enabled",
+            _PULLBACK,
+        ),
     ),
     Mutant(
         "wrapper-step-in-a-block",
@@ -1673,7 +1666,10 @@ WRAPPER = [
         "wrapper.py",
         "        self.format.check({**self._settings, **param_group})\n",
         "",
-        (f"{_BATTERY}::test_wrong_inputs_are_refused_in_the_users_words",),
+        (
+            "tests/optim/test_pullback.py::test_the_groups_are_the_bases_own",
+            f"{_BATTERY}::test_wrong_inputs_are_refused_in_the_users_words",
+        ),
     ),
     Mutant(
         "wrapper-memory-without-base-state",
@@ -1753,7 +1749,10 @@ WRAPPER = [
         "wrapper.py",
         '"_settings", "_needs_closure")',
         '"_needs_closure")',
-        (f"{_BATTERY}::test_copies_go_on_alike_and_share_nothing",),
+        (
+            "tests/optim/test_wrappers.py::test_a_copy_gives_its_settings_to_new_groups",
+            f"{_BATTERY}::test_copies_go_on_alike_and_share_nothing",
+        ),
     ),
     Mutant(
         "wrapper-copy-lacks-loaded-live",
@@ -1798,6 +1797,7 @@ WRAPPER = [
         "return not any(rates) and not any(g is not None and _has_values(g) for g in gradients)",
         "return not any(rates)",
         (
+            "tests/optim/test_wrappers.py::test_a_first_step_at_rate_0_counts_if_it_has_gradients",
             _WRAPPERS,
             f"{_PULLBACK}::test_a_bfloat16_run_moves_its_average_late",
             _PULLBACK,
@@ -2075,6 +2075,7 @@ AVERAGES = [
         "        if moved and self._buffers_are_due:",
         "        if moved:",
         (
+            "tests/optim/test_averages.py::test_buffers_move_once_a_step_whatever_the_groups",
             _AVERAGES,
             _WRAPPERS,
         ),
@@ -2092,6 +2093,7 @@ AVERAGES = [
         "        if moved and self._buffers_are_due:",
         "        if self._buffers_are_due:",
         (
+            "tests/optim/test_averages.py::test_buffers_move_once_a_step_whatever_the_groups",
             _AVERAGES,
             _WRAPPERS,
         ),

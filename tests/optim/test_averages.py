@@ -281,13 +281,16 @@ def test_buffers_move_once_a_step_whatever_the_groups():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.register_buffer("seen", torch.zeros(()))
     groups = [{"params": part.parameters()} for part in model]
-    optimizer = Averages(optim.SGD(groups, lr=0.1), {"mean": Polynomial(0)}, buffers=model)
+    optimizer = Averages(optim.SGD(groups, lr=0.1), {"mean": PowerLaw(1.0)}, buffers=model)
     for _ in range(4):
         model.seen += 1
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
+    optimizer.zero_grad()
+    model.seen += 100
+    optimizer.step()  # without a gradient: no step
     with averaged_weights(optimizer):
-        assert model.seen.item() == 2.5
+        assert model.seen.item() == pytest.approx((1 + 1 + 2 + 3 + 4) / 5)  # the first seeds it
 
 
 def test_a_state_from_before_an_average_was_added():

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from paceline import PACE, averaged_weights
+from paceline import PACE, averaged_weights, reset_average
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -231,3 +231,19 @@ def test_dcp_set_state_dict_of_a_shown_state_resumes_from_live():
     advance(optimizer, list(model.parameters()), make_gradients(3, seed=2))
     advance(resumed, list(again.parameters()), make_gradients(3, seed=2))
     assert_same_bits(everything(optimizer), everything(resumed))
+
+
+def test_a_flat_dcp_state_loaded_right_after_a_reset_brings_its_average():
+    """torch asks for our own entries by name, `unseeded` among them, and fills in what is not there."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, other = Net(), Net(seed=4)
+    optimizer, reset = PACE(model.parameters(), lr=1e-2), PACE(other.parameters(), lr=1e-2)
+    for each, trained in ((optimizer, model), (reset, other)):
+        advance(each, list(trained.parameters()), make_gradients(4))
+        each.zero_grad()
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    reset_average(reset)
+    set_optimizer_state_dict(other, reset, state, options=options)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[p]["average"], reset.state[q]["average"])
+        assert "unseeded" not in reset.state[q]

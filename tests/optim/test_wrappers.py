@@ -206,6 +206,23 @@ def test_what_is_done_to_the_base_behind_the_back():
     assert optimizer.state_dict()["param_groups"][1]["pullback_strength"] == 3.0
 
 
+def test_a_first_step_at_rate_0_counts_if_it_has_gradients():
+    """Only torch's dummy step, with gradients of 0, does not."""
+    for gradient, counted in ((torch.ones(2), 1), (torch.zeros(2), 0)):
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = Pullback(optim.SGD([parameter], lr=0.0))
+        advance(optimizer, [parameter], [[gradient]])
+        assert optimizer.state[parameter]["pullback_step"].item() == counted
+
+
+def test_a_copy_gives_its_settings_to_new_groups():
+    parameters = make_parameters()
+    optimizer = Pullback(optim.SGD(parameters, lr=0.1), pullback_strength=7.0)
+    _, clone = copy.deepcopy((parameters, optimizer))
+    clone.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert clone.param_groups[1]["pullback_strength"] == 7.0
+
+
 def test_a_base_is_wrapped_once():
     base = optim.SGD(make_parameters(), lr=0.1)
     Pullback(base, pullback_strength=0.1)

@@ -129,9 +129,7 @@ def take_in(live: Tensor, own: dict[str, Any], group: dict[str, Any], format: Fo
     count = step.detach() if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float64)
     device = step_device(live, group if format.on_device else {})
     state["step"] = count.to(device, torch.float64, copy=True)
-    if "returned" not in wanted:
-        state.pop("returned", None)
-    elif "returned" not in state and "average" in state:
+    if "returned" in wanted and "returned" not in state and "average" in state:
         state["returned"] = state["average"].clone()
     for key in wanted:
         if key not in state:
@@ -148,8 +146,6 @@ _ADAMW_ONLY_STATE = {"max_exp_avg_sq"}
 def _without_leftovers(own: dict[str, Any], saved: dict[str, Any], format: Format) -> dict[str, Any]:
     """Only what the checkpoint had. torch.distributed.checkpoint may fill keys of ours that it lacks,
     with our own values (full_state_dict) or with an empty dict (flattened); its groups tell."""
-    if format.prefix and format.hold not in saved:  # a checkpoint of the optimizer underneath alone
-        return {}
     never = set()
     if saved.get(format.hold) == "live":
         never.add("live")

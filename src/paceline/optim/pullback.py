@@ -100,7 +100,9 @@ class Pullback(Wrapper):
         return prepare(self._memory, parameters, stays_on_device(recipe), lambda t: recipe)
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: "list[Chunk]") -> None:
-        moments = {p: second_moment(self.base.state.get(p, {}), group) for p in moved}
+        moments: dict[Tensor, SecondMoment | None] = dict.fromkeys(moved)
+        if group["gain"] is None or any(chunk.ats[0].pulling is not False for chunk in prepared):
+            moments = {p: second_moment(self.base.state.get(p, {}), group) for p in moved}
         if group["gain"] is None and moved:
             group["gain"] = "uniform" if None in moments.values() else "paper"
         for chunk in prepared:
