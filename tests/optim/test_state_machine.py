@@ -64,6 +64,7 @@ class Subject:
     make: Callable[..., Any]  # (params, **settings) → optimizer
     prefix: str = ""  # of its own keys in the state: average, returned, step, live
     lacks: frozenset[str] = frozenset()  # settings that it does not have
+    spares_dummies: bool = False  # whether a first step at rate 0 without gradients is none
     follows_casts: bool = True  # whether its moments follow a parameter to another precision
 
     def read(self, optimizer: Any, parameters: list[Tensor]) -> list[Reading]:
@@ -113,6 +114,7 @@ SUBJECTS = {
         prefix="pullback_",
         lacks=frozenset({"skip_nonfinite"}),
         follows_casts=False,
+        spares_dummies=True,
     ),
 }
 
@@ -469,7 +471,18 @@ class Machine(RuleBasedStateMachine):
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else torch.tensor(gradient).to(parameter.dtype)
 
+    def is_dummy(self, gradients):
+        """What torch.distributed.checkpoint does to a fresh optimizer; a wrapper takes it for no step."""
+        receiving = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        return (
+            all(chosen["lr"] == 0 for chosen in self.settings)
+            and all(self.twins[i].t == 0 for i in receiving)
+            and not any(np.any(np.asarray(gradients[i])) for i in receiving)
+        )
+
     def take_step(self, gradients, closure=None):
+        if self.subject.spares_dummies and self.is_dummy(gradients):
+            return
         self.expect_live()
         self.set_gradients(gradients)
         receiving = [i for i, gradient in enumerate(gradients) if gradient is not None]
