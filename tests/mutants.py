@@ -1106,15 +1106,15 @@ AVERAGING = [
     Mutant(
         "averaging-stale-load-never",
         "averaging.py",
-        "if same_values(held, average.to(parameter)) and not same_values(held, live):",
+        "if same_values(held, average.to(parameter)) and not same_values(held, live.to(parameter)):",
         "if False:",
         (_SHOWN_ORDER,),
     ),
     Mutant(
         "averaging-stale-load-always",
         "averaging.py",
-        "if same_values(held, average.to(parameter)) and not same_values(held, live):",
-        "if not same_values(held, live):",
+        "if same_values(held, average.to(parameter)) and not same_values(held, live.to(parameter)):",
+        "if not same_values(held, live.to(parameter)):",
         (f"{_CHECKPOINTS}::test_saved_while_shown_and_other_weights_loaded_after_it_count",),
     ),
     Mutant(

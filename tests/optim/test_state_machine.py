@@ -621,11 +621,6 @@ class Machine(RuleBasedStateMachine):
     @rule(dtype=DTYPES, which=st.none() | FEW)
     def cast(self, dtype, which):
         """All parameters, or one; the state follows at the next step."""
-        if not self.shown:
-            # To be deleted when the library is mended: between the load of a state that was saved while
-            # shown and this cast, a weight whose live and average round to the same makes it believe that
-            # all parameters hold the average.
-            self.optimizer.train()
         for i, parameter in enumerate(self.parameters):
             if which is not None and i != which % len(self.parameters):
                 continue
@@ -676,7 +671,10 @@ class Machine(RuleBasedStateMachine):
             dtypes=[parameter.dtype for parameter in self.parameters],
             trainable=[parameter.requires_grad for parameter in self.parameters],
             recognisable=all(
-                torch.equal(weights[i], self.readings[i].returned.to(weights[i])) for i in self.displayed
+                torch.equal(weights[i], self.readings[i].returned.to(weights[i]))
+                # Not if return_power was taken back while its average was shown: loading drops that one.
+                and (self.settings_of(i)["return_power"] is not None or not self.twins[i].has_returned)
+                for i in self.displayed
             ),
         )
 
@@ -793,7 +791,8 @@ class Machine(RuleBasedStateMachine):
                 own_powers[group] if saved_power is None else saved_power
             )
             if saved_power is None or not twin.has_returned:
-                missing |= power is not None and twin.t > 0
+                # Of a frozen parameter nothing is said.
+                missing |= power is not None and twin.t > 0 and self.parameters[i].requires_grad
                 twin.returned = twin.average.copy()
                 self.readings[i] = self.readings[i]._replace(returned=self.readings[i].average)
             twin.has_returned = power is not None

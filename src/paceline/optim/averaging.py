@@ -174,7 +174,7 @@ class Averaging(Optimizer, ABC):
                 continue
             average = self._average(self._loaded_name, parameter, state, live)
             held = parameter.detach()
-            if same_values(held, average.to(parameter)) and not same_values(held, live):
+            if same_values(held, average.to(parameter)) and not same_values(held, live.to(parameter)):
                 state["live"] = live
                 stale = True
         if stale:
