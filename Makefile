@@ -4,12 +4,15 @@
 #   make test      all tests
 #   make check     lint, types, import directions, fast tests (under a minute)
 #   make bench     time and memory of a step, side by side
-#   make test-all  make test and make bench, plus what is too slow for every day (about an hour):
-#                  2,000 random sequences of operations, and the mutants, whose result goes to records/
+#   make test-all  make test and make bench, plus what is too slow for every day (about an hour); results
+#                  go to records/: 2,000 random sequences of operations, mutants, 1,000 kills, a soak
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+TODAY := $(shell date +%F)
+# As many tests at once as there are cores, each on one.
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n auto --dist worksteal
 
 .PHONY: demo test check bench test-all clean
 
@@ -17,22 +20,25 @@ demo: $(READY)
 	$(BIN)/python examples/compare_learning_rates.py
 
 test: $(READY)
-	$(BIN)/pytest
+	$(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 bench: $(READY)
 	KINETO_LOG_LEVEL=6 $(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/probe.py
+	$(BIN)/python benchmarks/training.py overhead
 
 test-all: test bench
 	PACELINE_SEQUENCES=2000 $(BIN)/pytest -s tests/optim/test_state_machine.py
-	$(BIN)/python tests/mutation.py --record records/$(shell date +%F)-mutants.json
+	$(BIN)/python tests/mutation.py --record records/$(TODAY)-mutants.json
+	$(BIN)/python tests/lm/kills.py --kills 1000 --record records/$(TODAY)-kills.json
+	$(BIN)/python tests/lm/soak.py --record records/$(TODAY)-soak.json
 
 clean:
 	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -41,5 +47,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[save,demo]" --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[save,demo,lm,gguf,data]" --group dev
 	touch $(READY)

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from paceline import PACE, Pullback, averaged_state_dict, averaged_weights
 
+pytestmark = pytest.mark.slow
+
 # What AdamW decides, and what the control does; the rest of a variant's settings.
 ADAMW = ("lr", "betas", "eps", "weight_decay", "maximize")
 MATRICES = [(4, 3), (3, 5)]

@@ -1,0 +1,209 @@
+"""The command `paceline`: train, evaluate, export, prepare data, and look into what a folder holds."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin
+
+from paceline.experiments import config
+from paceline.experiments.config import ConfigError
+from paceline.experiments.terminal import printable
+
+EXAMPLES = {
+    "train": """examples:
+  paceline train pretrain --out runs/first --steps 300
+      a 1M-parameter GPT on the text inside this Python, with PACE; some minutes on two cores
+  paceline train pretrain --out runs/mine --data my.txt --model gpt:12m --tokens 10M \\
+      --optimizer adamw --averages power:0.7
+      the own text, AdamW, and one average kept beside it
+  paceline train sft --out runs/chat --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl \\
+      --length 1024 --epochs 1
+      fine-tuning on conversations, for one pass
+
+Stop it whenever you like (Ctrl-C): the same command goes on where it was. Settings may also stand in a
+file (--config run.toml), under the same names; flags win over it.""",
+    "eval": "example:\n  paceline eval runs/first --weights average",
+    "export": "example:\n  paceline export runs/first model/ --weights average",
+    "doctor": "example:\n  paceline doctor runs/first",
+    "data": "example:\n  paceline data shards/ --data my.jsonl.xz --tokenizer gpt2",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes are answered in one line, with the nearest name."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    try:
+        options = _parse(sys.argv[1:] if arguments is None else list(arguments))
+        code: int = options.command(options)
+        return code
+    except ConfigError as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        print("paceline: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141
+    except (OSError, ValueError, RuntimeError, MemoryError, ImportError) as error:
+        return _report(error)
+
+
+def _report(error: BaseException) -> int:
+    from paceline.experiments.run import Interrupted
+    from paceline.lm.memory import explain_memory
+
+    if isinstance(error, Interrupted):
+        print(f"paceline: {error}; the same command goes on", file=sys.stderr)
+        return 128 + error.number
+    return _fail(explain_memory(error) or error, 1)
+
+
+def _fail(error: object, code: int) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    print(f"paceline: {printable(text)}", file=sys.stderr)
+    return code
+
+
+def _say(text: str) -> None:
+    print(printable(text))
+
+
+# --- Flags ------------------------------------------------------------------------------------------
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = _Parser(prog="paceline", description="Train for the model you return.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    def add(name: str, text: str, command: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=EXAMPLES[name],
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(command=command)
+        return made
+
+    train = add("train", "train a model: pretrain on text, or sft on conversations", _train)
+    train.add_argument("task", choices=("pretrain", "sft"))
+    train.add_argument("--out", required=True, type=Path, metavar="RUN", help="the folder of the run")
+    train.add_argument("--config", type=Path, metavar="FILE", help="settings in a TOML file")
+    train.add_argument("--log", action="append", default=[], choices=("tensorboard", "wandb"))
+    _add_settings(train)
+    for name, text, command in (
+        ("eval", "the held-out loss of a run's model", _eval),
+        ("export", "a run's model as a folder that transformers loads", _export),
+    ):
+        made = add(name, text, command)
+        made.add_argument("run", type=Path, help="the folder of a run, or of one of its checkpoints")
+        if name == "export":
+            made.add_argument("folder", type=Path, help="where to write the model; must not exist")
+        made.add_argument(
+            "--weights", metavar="NAME", help="live, average, or the name of another average kept"
+        )
+        made.add_argument("--step", type=int, help="of which checkpoint; without it, the newest")
+    doctor = add("doctor", "which weights a folder holds, and whether it is whole", _doctor)
+    doctor.add_argument("folder", type=Path)
+    data = add("data", "prepare token shards from text", _data)
+    data.add_argument("folder", type=Path, help="where to write the shards")
+    data.add_argument("--data", nargs="+", required=True, help="as in train")
+    data.add_argument("--tokenizer", default="bpe:2048", help="as in train")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = [f"--{name.replace('_', '-')}" for name in config.documentation()]
+        raise ConfigError(f"unknown argument {unknown[0][:80]!r}{config.nearest(unknown[0], flags)}")
+    return options
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("settings")
+    for name, text in config.documentation().items():
+        if name == "task":
+            continue
+        kind: Any = config.kind_of(name)
+        default = config.Run.__dataclass_fields__[name].default
+        shown = (
+            ""
+            if default in (None, (), False)
+            else f" [{' '.join(default) if isinstance(default, tuple) else default}]"
+        )
+        options: dict[str, Any] = {"help": (text + shown).replace("%", "%%"), "default": argparse.SUPPRESS}
+        if kind is bool:
+            options |= {"action": argparse.BooleanOptionalAction}
+        elif get_origin(kind) is tuple:
+            options |= {"nargs": "+", "metavar": "X"}
+        else:
+            options |= {"metavar": "|".join(get_args(kind)) if get_args(kind) else name.upper()}
+        group.add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+def _run_of(options: argparse.Namespace) -> config.Run:
+    settings = config.read_toml(options.config) if options.config else {}
+    names = config.documentation()
+    settings |= {name: value for name, value in vars(options).items() if name in names}
+    return config.make(settings)
+
+
+# --- Commands ---------------------------------------------------------------------------------------
+
+
+def _train(options: argparse.Namespace) -> int:
+    run = _run_of(options)
+    from paceline.experiments import display, sinks
+    from paceline.experiments.methods import check_methods
+    from paceline.experiments.run import Notice, execute
+
+    check_methods(run)
+    with display.shown() as screen:
+        others = [sinks.make(name, options.out, run) for name in options.log]
+        tell = lambda text: screen.take(Notice(text=text))  # noqa: E731
+        display.drive(execute(run, options.out, tell), [screen, *others])
+    _say(f"done: {options.out}; its model: paceline export {options.out} FOLDER")
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from paceline.experiments.returned import evaluate
+
+    for name, loss in evaluate(options.run, options.step, options.weights).items():
+        _say(f"{name}: {loss:.6f} nats a token")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from paceline.experiments.returned import export
+
+    facts = export(options.run, options.step, options.weights, options.folder)
+    _say(f"wrote the {facts['weights']} weights of step {facts['step']} to {options.folder}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from paceline.experiments.doctor import examine
+
+    lines, whole = examine(options.folder)
+    for line in lines:
+        _say(line)
+    return 0 if whole else 1
+
+
+def _data(options: argparse.Namespace) -> int:
+    from paceline.experiments.data import prepare_folder
+
+    text = prepare_folder(options.data, options.tokenizer, options.folder, _say)
+    for part, tokens in (("train", text.training), ("held-out", text.held_out)):
+        _say(f"{part}: {tokens.documents:,} documents, {tokens.count:,} tokens of {tokens.vocabulary:,}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Runs of the engine: their description, what they are built of, their records."""

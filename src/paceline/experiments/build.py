@@ -1,0 +1,231 @@
+"""From the description of a run to the parts that the loop trains, cheap checks first."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.experiments import data, methods
+from paceline.experiments.config import ConfigError, Run
+from paceline.lm import checkpoint
+from paceline.lm.batch import First, Samples
+from paceline.lm.evaluate import summed_loss
+from paceline.lm.gpt import GPT, shape_of
+from paceline.lm.loop import Plan, Trainee
+from paceline.lm.shards import Windows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run, built."""
+
+    trainee: Trainee
+    plan: Plan
+    returned: str
+    """The name of the weights that are returned."""
+    facts: dict[str, Any]
+    """What the records say of data and model."""
+    export: Callable[[Path], object]
+    """Write the weights that the parameters hold to a folder that transformers loads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Material:
+    """Samples, and a model to train on them."""
+
+    samples: Samples
+    held_out: Samples
+    model: nn.Module
+    export: Callable[[Path], object]
+    about: dict[str, Any]
+
+
+def build(run: Run, tell: data.Tell) -> Job:
+    """Build a run. Its random numbers are drawn from its seed here and from then on."""
+    methods.check_methods(run)
+    device = _device(run.device)
+    torch.manual_seed(run.seed)
+    material = (_sft if run.task == "sft" else _pretrain)(run, tell)
+    model = material.model.to(device)
+    optimizer = methods.make_optimizer(run, model)
+    plan = _plan(run, material, device)
+    views, returned = methods.make_views(optimizer)
+    held_out = material.held_out
+    if run.held_out_samples is not None:
+        held_out = First(held_out, run.held_out_samples)
+    trainee = Trainee(
+        model=model,
+        optimizer=optimizer,
+        scheduler=methods.make_schedule(run, optimizer, plan.steps),
+        samples=material.samples,
+        held_out={"held-out": held_out},
+        views=views,
+        loss_of=torch.compile(summed_loss) if run.compile else summed_loss,
+    )
+    about = {
+        "samples": len(material.samples),
+        "fingerprint": material.samples.fingerprint,
+        "held_out_samples": len(held_out),
+        "held_out_fingerprint": held_out.fingerprint,
+        **material.about,
+    }
+    facts = {"data": about, "parameters": sum(p.numel() for p in model.parameters()), "steps": plan.steps}
+    return Job(trainee=trainee, plan=plan, returned=returned, facts=facts, export=material.export)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+# --- What to train on what --------------------------------------------------------------------------
+
+
+def _pretrain(run: Run, tell: data.Tell) -> _Material:
+    from paceline.lm.pretrained import export_folder
+    from paceline.lm.vocabulary import vocabulary_of
+
+    own = run.model.startswith("gpt:") or run.model == "gpt2"
+    model: nn.Module | None = None
+    saver: Any = None
+    tokenizer: Any = run.tokenizer
+    if own:
+        try:
+            shape_of(run.model, 50257, run.length)  # a wrong name shows before data are prepared
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    if not own:
+        if run.tokenizer != "auto":
+            raise ConfigError(f"{run.model} has a tokenizer of its own; leave out tokenizer")
+        model, saver = _pretrained(run)
+        tokenizer = vocabulary_of(saver)
+    elif tokenizer == "auto":
+        tokenizer = "gpt2" if run.model == "gpt2" else "bpe:2048"
+    text = data.prepare_text(run.data, run.held_out, tokenizer, tell)
+    if model is None:
+        shape = shape_of(run.model, text.vocabulary.size, run.length)
+        # Rows of the embedding that no token uses: GPUs multiply odd sizes at half the speed.
+        shape = replace(shape, dropout=run.dropout, vocabulary_multiple=64)
+        model = GPT(shape, activation_checkpointing=run.activation_checkpointing)
+    export = partial(export_folder, model, saver or text.vocabulary)
+    windows = partial(Windows, length=run.length)
+    return _Material(
+        samples=windows(text.training),
+        held_out=windows(text.held_out),
+        model=model,
+        export=export,
+        about={"tokens": text.training.count, "tokenizer": text.vocabulary.fingerprint},
+    )
+
+
+def _sft(run: Run, tell: data.Tell) -> _Material:
+    from paceline.lm.pretrained import export_folder, separates_examples
+
+    data.check_chat_files((*run.data, *run.held_out))
+    template = data.read_template(run.chat_template)
+    model, tokenizer = _pretrained(run)
+    if not separates_examples(model, model.vocabulary):
+        raise ConfigError(
+            f"{run.model} lets packed examples see each other, and paceline always packs; take another model"
+        )
+    if template is not None:
+        tokenizer.chat_template = template  # also of the exported model
+    chats = data.prepare_chats(run.data, run.held_out, tokenizer, run.length, tell)
+    return _Material(
+        samples=chats.training,
+        held_out=chats.held_out,
+        model=model,
+        export=partial(export_folder, model, tokenizer),
+        about={"chat": asdict(chats.training.report), "held_out_chat": asdict(chats.held_out.report)},
+    )
+
+
+def _pretrained(run: Run) -> tuple[Any, Any]:
+    from paceline.lm.pretrained import load_pretrained
+
+    try:
+        return load_pretrained(run.model, activation_checkpointing=run.activation_checkpointing)
+    except (OSError, ValueError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the libraries underneath fail in any way at files that are not what they say
+        raise ValueError(f"cannot load {run.model}: {error!r}") from error
+
+
+# --- How long, how -----------------------------------------------------------------------------------
+
+
+def _plan(run: Run, material: _Material, device: torch.device) -> Plan:
+    steps = steps_of(run, len(material.samples), sum(p.numel() for p in material.model.parameters()))
+    precision = run.precision
+    if precision == "auto":
+        precision = "bfloat16" if device.type == "cuda" else "float32"
+    return Plan(
+        steps=steps,
+        batch_size=run.batch_size,
+        micro_batch_size=min(run.micro_batch_size or run.batch_size, run.batch_size),
+        seed=run.seed,
+        clip_norm=run.clip_norm,
+        precision={"float32": torch.float32, "bfloat16": torch.bfloat16}[precision],
+        evaluate_every=run.evaluate_every or max(1, steps // 10),
+        max_skips=run.skip_nonfinite,
+        workers=run.workers,
+    )
+
+
+def steps_of(run: Run, samples: int, parameters: int) -> int:
+    """How many steps the budget of a run is."""
+    tokens_per_step = run.batch_size * run.length
+    if run.steps is not None:
+        return run.steps
+    if run.epochs is not None:
+        steps = run.epochs * samples / run.batch_size
+    else:
+        tokens = run.tokens if run.tokens is not None else 20 * (run.chinchilla or 0) * parameters
+        steps = tokens / tokens_per_step
+    if not 0.5 < steps < 2**63:
+        raise ConfigError(f"the budget is {steps:.3g} steps; one step is {tokens_per_step:,} tokens")
+    return round(steps)
+
+
+# --- From another run ---------------------------------------------------------------------------------
+
+
+def fork(job: Job, where: str) -> int:
+    """Put the weights and the optimizer's memory of another run's checkpoint into a job; its step.
+
+    Settings of the optimizer stay those of this run.
+    """
+    saved = checkpoint.load(_checkpoint_named(where))
+    step: int = saved["facts"]["progress"]["step"]
+    if step >= job.plan.steps:
+        raise ConfigError(f"fork {where!r} is of step {step}; this run ends at step {job.plan.steps}")
+    trainee = job.trainee
+    saved["state"]["groups"] = trainee.optimizer.state_dict()["param_groups"]
+    checkpoint.restore(trainee.model, trainee.optimizer, saved)
+    checkpoint.restore_random(saved)
+    scheduler: Any = trainee.scheduler
+    scheduler.last_epoch = step
+    factors = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, (lr, factor) in zip(trainee.optimizer.param_groups, factors, strict=True):
+        group["lr"] = lr * factor(step)
+    return step
+
+
+def _checkpoint_named(where: str) -> Path:
+    path, _, step = where.rpartition("@")
+    if not path or Path(where).is_dir():
+        return Path(where)
+    found = dict(checkpoint.all_of(Path(path) / "checkpoints"))
+    if not step.isdigit() or int(step) not in found:
+        raise ConfigError(f"fork {where!r}: {path} has checkpoints of the steps {sorted(found)}")
+    return found[int(step)]

@@ -1,0 +1,327 @@
+"""One run in its folder: built, resumed, trained, saved; it goes on where it was, whatever happened.
+
+.. code-block:: text
+
+    RUN/records.jsonl     what was computed             RUN/checkpoints/step-00000100/
+    RUN/timing.jsonl      when, and how fast            RUN/lock
+"""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from paceline.experiments import build, records
+from paceline.experiments.config import MAY_CHANGE, ConfigError, Run, as_mapping, make
+from paceline.experiments.methods import pulling
+from paceline.lm import checkpoint
+from paceline.lm.files import locked, remove_temporary
+from paceline.lm.loop import Evaluation, Progress, Step, train
+from paceline.lm.throughput import operations_per_token, peak_of
+from paceline.optim import probe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """The run is built and begins at that step."""
+
+    step: int
+    steps: int
+    parameters: int
+    tokens_per_step: int
+    views: tuple[str, ...]
+    returned: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """Something the user should hear."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    folder: Path
+    seconds: float
+
+
+Event = Started | Notice | Step | Evaluation | Saved
+
+
+class Interrupted(RuntimeError):
+    """The run was asked to stop by a signal; it is saved and goes on when it is started again."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}, and saved")
+        self.number = number
+
+
+def execute(run: Run, folder: Path, tell: Callable[[str], None]) -> Iterator[Event]:
+    """Do a run, or the rest of it, and yield what happens. Everything is written to its folder.
+
+    `tell` hears of long preparations while they go on.
+    """
+    with locked(folder):
+        checkpoints = folder / "checkpoints"
+        checkpoints.mkdir(exist_ok=True)
+        remove_temporary(checkpoints)
+        saved, problems = checkpoint.newest(checkpoints)
+        if problems and saved is None:
+            raise ValueError(f"{problems[0]}; there is no other to go on from (to begin anew, move it away)")
+        for problem in problems:
+            yield Notice(text=f"{problem}; going on from an earlier one")
+        if saved is not None:
+            refuse_changes(saved["facts"]["config"], run)
+        running = _Running(run, folder, build.build(run, tell))
+        try:
+            running.begin(saved)
+            yield running.started()
+            yield from running.go_on()
+        finally:
+            running.close()
+
+
+def refuse_changes(before: dict[str, Any], run: Run) -> None:
+    """Raise ConfigError if a run that goes on would not be the one that was begun."""
+    now = as_mapping(run)
+    # A run without a planned end may be made longer: nothing of what was done depends on it.
+    may = MAY_CHANGE | (
+        {"steps", "tokens", "epochs"} if now["schedule"].startswith(("const", "inv")) else set()
+    )
+    changed = [
+        f"{name}: {before.get(name)!r} → {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if name not in may and before.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"this folder holds a run with other settings ({'; '.join(changed)}); "
+            "give those again to go on, choose another folder, or begin a new run with --fork"
+        )
+
+
+def refuse_other_data(before: dict[str, Any], job: build.Job) -> None:
+    """Raise ConfigError if the data are not those that a run was begun with."""
+    for name in ("fingerprint", "held_out_fingerprint"):
+        was, now = before["data"][name], job.facts["data"][name]
+        if was != now:
+            raise ConfigError(
+                f"the data have changed since this run was begun ({name}: {was[:12]}… → {now[:12]}…); "
+                "give it those that it had, or begin another run"
+            )
+
+
+class _Running:
+    """The moving parts of one run."""
+
+    def __init__(self, run: Run, folder: Path, job: build.Job) -> None:
+        self.run, self.folder, self.job = run, folder, job
+        self.progress = Progress()
+        self.best: dict[str, Any] | None = None  # step and loss of the best evaluation of what is returned
+        self.telemetry = (
+            probe(pulling(job.trainee.optimizer), every=run.telemetry_every)
+            if run.telemetry_every is not None
+            else None
+        )
+        trainee = job.trainee
+        self.clock = _Clock(
+            tokens=job.plan.batch_size * trainee.samples.length,
+            operations=operations_per_token(trainee.model, trainee.samples.length),
+            peak=peak_of(trainee.device),
+        )
+        self.saved_at: tuple[int, bool] | None = None  # the progress that is on the disk
+        self.records: records.Writer | None = None
+        self.timing: records.Writer | None = None
+
+    # --- Beginning ---
+
+    def begin(self, saved: dict[str, Any] | None) -> None:
+        """From a checkpoint, from that of another run, or from new weights."""
+        trainee, keep = self.job.trainee, 0
+        if saved is not None:
+            facts = saved["facts"]
+            refuse_other_data(facts, self.job)
+            checkpoint.restore(trainee.model, trainee.optimizer, saved)
+            trainee.scheduler.load_state_dict(facts["schedule"])
+            checkpoint.restore_random(saved)
+            self.progress = Progress(**facts["progress"])
+            if (step := self.progress.step) > (last := self.job.plan.steps):
+                raise ConfigError(f"this run is at step {step} already; it cannot end at step {last}")
+            self.best, keep = facts["best"], facts["records"]
+            self.saved_at = self.progress.step, self.progress.evaluated
+        elif self.run.fork is not None:
+            self.progress.step = build.fork(self.job, self.run.fork)
+        self.records = records.Writer(self.folder / "records.jsonl", keep)
+        timing = self.folder / "timing.jsonl"
+        self.timing = records.Writer(timing, records.whole_lines(timing))
+        self.timing.write("begin", {"time": time.time(), "step": self.progress.step, **records.environment()})
+        if saved is None:
+            about = {"config": as_mapping(self.run), "environment": records.environment(), **self.job.facts}
+            self.records.write("run", about)
+            self.records.flush()
+
+    def started(self) -> Started:
+        plan, model = self.job.plan, self.job.trainee.model
+        return Started(
+            step=self.progress.step,
+            steps=plan.steps,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            tokens_per_step=plan.batch_size * self.job.trainee.samples.length,
+            views=tuple(self.job.trainee.views),
+            returned=self.job.returned,
+        )
+
+    # --- Going on ---
+
+    def go_on(self) -> Iterator[Event]:
+        plan, progress = self.job.plan, self.progress
+        every = self.run.checkpoint_every or plan.evaluate_every
+        with interrupts() as asked:
+            began = time.perf_counter()
+            for record in train(self.job.trainee, plan, progress, lambda: asked() != 0):
+                if isinstance(record, Step):
+                    self.clock.add(time.perf_counter() - began)
+                self._write(record)
+                yield record
+                if progress.evaluated and progress.step % every == 0:
+                    yield from self._save()
+                began = time.perf_counter()
+            if asked() or progress.step == plan.steps:
+                yield from self._save()
+        if asked():
+            raise Interrupted(asked(), progress.step)
+
+    def _write(self, record: Step | Evaluation) -> None:
+        assert self.records is not None and self.timing is not None
+        self.records.write(type(record).__name__.lower(), asdict(record))
+        if isinstance(record, Evaluation):
+            loss = next(iter(record.losses.values()))[self.job.returned]
+            if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
+                self.best = {"step": record.step, "loss": loss}
+            self.timing.write("speed", {"time": time.time(), "step": record.step, **self.clock.speed()})
+            self.records.flush()
+            self.timing.flush()
+        elif self.telemetry is not None and record.step % self.telemetry.every == 0 and self.telemetry.last:
+            self.records.write("telemetry", {"step": record.step, **self.telemetry.last.flat()})
+
+    def _save(self) -> Iterator[Event]:
+        """Write a checkpoint, unless there is one already; a disk that fails once may work again."""
+        progress, job, checkpoints = self.progress, self.job, self.folder / "checkpoints"
+        if self.saved_at == (progress.step, progress.evaluated):
+            return
+        assert self.records is not None and self.timing is not None
+        began = time.monotonic()
+        facts = {
+            "config": as_mapping(self.run),
+            "progress": asdict(progress),
+            "schedule": job.trainee.scheduler.state_dict(),
+            "best": self.best,
+            "returned": job.returned,
+            **job.facts,
+        }
+        state = checkpoint.collect(job.trainee.model, job.trainee.optimizer)
+        for last in (False, False, True):
+            try:
+                facts["records"] = self.records.position()
+                path = checkpoint.save(checkpoints, progress.step, state, facts)
+                break
+            except OSError as error:
+                if last:
+                    raise
+                yield Notice(text=f"could not save: {error}; trying again")
+                time.sleep(1)
+        self.saved_at = progress.step, progress.evaluated
+        best = self.best["step"] if self.best else None
+        try:
+            checkpoint.prune(checkpoints, up_to=progress.step, keep=self.run.keep, best=best)
+        except OSError as error:
+            yield Notice(text=f"could not remove an old checkpoint: {error}")
+        seconds = time.monotonic() - began
+        self.timing.write("save", {"time": time.time(), "step": progress.step, "seconds": seconds})
+        yield Saved(step=progress.step, folder=path, seconds=seconds)
+
+    def close(self) -> None:
+        """Write what is known, and end."""
+        for writer in (self.records, self.timing):
+            if writer is not None:
+                writer.close()
+        if self.telemetry is not None:
+            self.telemetry.close()
+
+
+class _Clock:
+    """How fast the steps since the last look were."""
+
+    def __init__(self, *, tokens: int, operations: float, peak: float | None) -> None:
+        self._tokens, self._operations, self._peak = tokens, operations, peak
+        self._seconds: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """One more step."""
+        self._seconds.append(seconds)
+
+    def speed(self) -> dict[str, float | None]:
+        """Tokens a second, and the share of the GPU's peak (MFU) where that is known."""
+        seconds, self._seconds = self._seconds, []
+        if not seconds:
+            return {"tokens_per_second": None, "mfu": None}
+        rate = self._tokens * len(seconds) / sum(seconds)
+        return {
+            "tokens_per_second": round(rate, 1),
+            "mfu": round(rate * self._operations / self._peak, 4) if self._peak else None,
+        }
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], int]]:
+    """Signals that ask a run to stop set a number, to be looked at; a second one ends the process at once.
+
+    Those that come together are one: the command `timeout` sends its signal twice.
+    """
+    asked, since = 0, 0.0
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked, since
+        if asked and time.monotonic() - since > 0.3:
+            os._exit(128 + number)
+        if not asked:
+            asked, since = number, time.monotonic()
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, ask) for number in numbers]
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def restored(run_folder: Path, step: int | None = None) -> tuple[build.Job, dict[str, Any]]:
+    """A run built anew, with the weights and averages of a checkpoint: the newest, or that of a step."""
+    folder = checkpoint_of(run_folder, step)
+    saved = checkpoint.load(folder)
+    job = build.build(make(saved["facts"]["config"]), lambda text: None)
+    checkpoint.restore(job.trainee.model, job.trainee.optimizer, saved)
+    return job, saved["facts"]
+
+
+def checkpoint_of(run_folder: Path, step: int | None = None) -> Path:
+    """The folder of a checkpoint of a run, or that folder itself."""
+    if (run_folder / "manifest.json").exists():
+        return run_folder
+    found = dict(checkpoint.all_of(run_folder / "checkpoints"))
+    if not found:
+        raise ConfigError(f"{run_folder} holds no checkpoint")
+    if step is not None and step not in found:
+        raise ConfigError(f"{run_folder} has no checkpoint of step {step}; there are: {sorted(found)}")
+    return found[max(found) if step is None else step]

@@ -1,0 +1,204 @@
+"""What the engine trains on: samples, their order, and batches of them."""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.sharedctypes import RawValue
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+IGNORED = -100  # a target that takes no part in the loss
+
+Numbers = NDArray[np.int64]
+
+
+class Batch(NamedTuple):
+    """Samples side by side."""
+
+    tokens: Tensor  # (batch, length) int64
+    targets: Tensor  # (batch, length) int64: the next token, or IGNORED
+    positions: Tensor | None  # (batch, length) int64: place of each token in its example; None: 0, 1, 2, …
+
+    def to(self, device: torch.device) -> "Batch":
+        """On another device, without waiting for the copy."""
+        return self._each(lambda part: part.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """In memory from which a GPU copies by itself."""
+        return self._each(Tensor.pin_memory)
+
+    def split(self, size: int) -> "list[Batch]":
+        """Parts of that many samples, the last perhaps smaller."""
+        places = range(0, len(self.tokens), size)
+        return [self._each(lambda part, at=at: part[at : at + size]) for at in places]  # type: ignore[misc]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        positions = None if self.positions is None else change(self.positions)
+        return Batch(change(self.tokens), change(self.targets), positions)
+
+    def target_count(self) -> int:
+        """How many targets take part in the loss."""
+        return int((self.targets != IGNORED).sum())
+
+
+class Samples(Protocol):
+    """Sequences of equal length, known by number."""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of all that the samples depend on."""
+
+    @property
+    def vocabulary(self) -> int:
+        """All token ids are below it."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: Sequence[int] | Numbers) -> Batch:
+        """These samples, in this order."""
+
+
+# --- Order ----------------------------------------------------------------------------------------
+
+
+def numbers_at(step: int, *, batch_size: int, samples: int, seed: int) -> Numbers:
+    """The samples of a step: a pure function, so that a run goes on in the same order from any step.
+
+    The order is that of one shuffled epoch after the other; every sample comes once in each. A batch
+    may hold the end of one epoch and the beginning of the next.
+
+    >>> numbers_at(0, batch_size=3, samples=5, seed=0), numbers_at(1, batch_size=3, samples=5, seed=0)
+    (array([2, 0, 4]), array([1, 3, 4]))
+    """
+    places = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
+    epochs, places = places // samples, places % samples
+    numbers = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        there = epochs == epoch
+        numbers[there] = _shuffled(places[there], samples, seed, int(epoch))
+    return numbers
+
+
+_ROUNDS = 6
+
+
+def _shuffled(places: Numbers, size: int, seed: int, epoch: int) -> Numbers:
+    """Where each place of an epoch points to: a permutation of range(size), computed place by place.
+
+    A Feistel network permutes the numbers of an even count of bits; what lands outside of the range is
+    sent through again until it lands inside. No table is kept, and no library's generator decides.
+    """
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = _mixed(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(_ROUNDS * epoch) + _mixed_seed(seed))
+    values = places.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> np.uint64(half), values[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right + key) & mask)
+        values[outside] = (left << np.uint64(half)) | right
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+def _mixed_seed(seed: int) -> np.uint64:
+    return np.uint64(_mixed(np.array([seed % 2**64], dtype=np.uint64))[0])
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Each number spread over all 64 bits (the finalizer of SplitMix64)."""
+    with np.errstate(over="ignore"):
+        values = values + np.uint64(0x9E3779B97F4A7C15)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+class _Batches(torch.utils.data.Dataset[Batch]):
+    """The batches of a run, known by step."""
+
+    def __init__(self, samples: Samples, numbers: Callable[[int], Numbers]) -> None:
+        self.samples, self.numbers = samples, numbers
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.samples.batch(self.numbers(step))
+
+
+def load(
+    samples: Samples, numbers: Callable[[int], Numbers], steps: range, *, workers: int, pinned: bool
+) -> Iterator[Batch]:
+    """The batches of these steps, read ahead by worker processes if there are any; the order is the same."""
+    batches = _Batches(samples, numbers)
+    if workers:
+        ending = RawValue("b", 0)
+        try:
+            yield from DataLoader(
+                batches,
+                batch_size=None,
+                sampler=steps,
+                num_workers=workers,
+                pin_memory=pinned,
+                timeout=60,
+                generator=torch.Generator(),  # else it would draw from the one that dropout uses
+                worker_init_fn=partial(_read_on, ending),
+            )
+        finally:
+            ending.value = 1
+        return
+    if not pinned:
+        yield from (batches[step] for step in steps)
+        return
+    # A thread reads the next batch while the GPU is at work on this one.
+    with ThreadPoolExecutor(1) as reader:
+        ahead: deque[Future[Batch]] = deque()
+        for step in steps:
+            ahead.append(reader.submit(lambda step=step: batches[step].pinned()))  # type: ignore[misc]
+            if len(ahead) == 2:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def _read_on(ending: Any, worker: int) -> None:
+    """Keep a worker alive when a signal asks a whole group of processes to stop: the run needs it for the
+    end of its step, and is saved after that."""
+
+    def take(number: int, frame: FrameType | None) -> None:
+        if ending.value:
+            os._exit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, take)
+
+
+class First:
+    """The first samples of others."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        self._samples, self._count = samples, min(count, len(samples))
+        self.fingerprint = f"{samples.fingerprint}[:{self._count}]"
+        self.vocabulary, self.length = samples.vocabulary, samples.length
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, numbers: Sequence[int] | Numbers) -> Batch:
+        """These samples, in this order."""
+        return self._samples.batch(numbers)

@@ -1,0 +1,314 @@
+"""Documents: strings from text files, JSON lines, parquet, folders of these, and the Hugging Face hub.
+
+.. code-block:: text
+
+    notes.txt, notes.md      one document a file, or one between form feeds or <|endoftext|> marks
+    rows.jsonl, rows.ndjson  one document a line, in its field "text"
+    rows.parquet             one document a row, in its column "text"
+    folder                   all of these in it and below, by name
+    hf:owner/name            the training split of a dataset, streamed; hf:owner/name/config, hf:…@revision
+
+Text and JSON lines may be packed: .gz, .xz, .zst. Blank documents are left out.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from paceline.lm.files import sha256_of
+
+_PACKED = ("", ".gz", ".xz", ".zst")
+TEXT = tuple(kind + packed for kind in (".txt", ".md") for packed in _PACKED)
+# Plain .json beside rows is about them (dataset_infos.json); packed, it is rows, as in C4.
+ROWS = tuple(
+    kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in _PACKED if kind + packed != ".json"
+)
+PARQUET = (".parquet",)
+
+_SEPARATOR = re.compile(r"\f|<\|endoftext\|>")
+_LONGEST = 2**22  # characters of a document out of a text file: a tokenizer needs 100 times its memory
+
+
+@contextmanager
+def needed_for(what: str, extra: str = "lm") -> Iterator[None]:
+    """Around the import of a package that only some of the work needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f'{what} needs {error.name}: pip install "paceline[{extra}]"') from error
+
+
+# --- Where documents come from --------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Documents in an order that never changes."""
+
+    def documents(self) -> Iterator[str]:
+        """All of them, from the first."""
+
+    def describe(self) -> dict[str, Any]:
+        """What tells this source from any other, as JSON."""
+
+
+def open_source(where: str | Path, *, field: str = "text") -> Source:
+    """The source of that name: see the top of this file.
+
+    Arguments:
+        where: a file, a folder, or "hf:" and the name of a dataset.
+        field: the field or column of a row that holds its text.
+    """
+    if str(where).startswith("hf:"):
+        return _hub(str(where), field)
+    path = Path(where).expanduser()
+    if path.is_dir():
+        return Files(root=path, files=_files_in(path), field=field)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if not path.name.lower().endswith(TEXT + ROWS + PARQUET):
+        raise ValueError(f"{path}: cannot tell what it holds; allowed: {', '.join(TEXT + ROWS + PARQUET)}")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty")
+    return Files(root=path.parent, files=(path,), field=field)
+
+
+def _files_in(folder: Path) -> tuple[Path, ...]:
+    """Files with rows, or without any such the texts: a README beside rows is about them."""
+    full = {
+        path.relative_to(folder): path
+        for path in folder.rglob("*.*")
+        if path.is_file() and path.stat().st_size
+    }
+    shown = sorted((n.as_posix(), path) for n, path in full.items() if not any(p[0] == "." for p in n.parts))
+    for kinds in (ROWS + PARQUET, TEXT):
+        found = tuple(path for name, path in shown if name.lower().endswith(kinds))
+        if found:
+            return found
+    raise ValueError(f"{folder} holds no text; looked for {', '.join(TEXT + ROWS + PARQUET)}")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Documents in files of this machine."""
+
+    root: Path
+    files: tuple[Path, ...]
+    field: str
+
+    def documents(self) -> Iterator[str]:
+        """All of them, file by file."""
+        found = (document for path in self.files for document in self._documents_in(path))
+        return _not_blank(found, ", ".join(map(str, self.files)))
+
+    def _documents_in(self, path: Path) -> Iterator[str]:
+        name = path.name.lower()
+        if name.endswith(TEXT):
+            return _texts(path)
+        if name.endswith(ROWS):
+            return (_text(row, self.field, f"{path}, line {number}") for number, row in read_rows(path))
+        return _column(path, self.field)
+
+    def describe(self) -> dict[str, Any]:
+        """Names, sizes and hashes; where the folder lies does not matter. Reads every file."""
+        files = [
+            {"name": p.relative_to(self.root).as_posix(), "bytes": p.stat().st_size, "sha256": sha256_of(p)}
+            for p in self.files
+        ]
+        return {"files": files, "field": self.field}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hub:
+    """The training split of a dataset of the Hugging Face hub, streamed."""
+
+    name: str
+    config: str | None
+    revision: str  # a commit, so that a second reading finds the same rows
+    field: str
+
+    def documents(self) -> Iterator[str]:
+        """All of them, as they come over the network."""
+        with needed_for("a dataset of the hub", "data"):
+            from datasets import load_dataset  # type: ignore[import-untyped]
+        rows = load_dataset(self.name, self.config, split="train", streaming=True, revision=self.revision)
+        where = f"hf:{self.name}"
+        found = (_text(row, self.field, f"{where}, row {number}") for number, row in enumerate(rows, 1))
+        return _not_blank(found, where)
+
+    def describe(self) -> dict[str, Any]:
+        """Name, configuration and commit."""
+        return {"hub": self.name, "config": self.config, "revision": self.revision, "field": self.field}
+
+
+def _hub(where: str, field: str) -> Hub:
+    part = r"(\w[\w.-]*)"
+    match = re.fullmatch(rf"hf:({part}(/{part})?)(/{part})?(@(?P<revision>\S+))?", where)
+    if not match:
+        raise ValueError(f"Invalid dataset: {where!r}; allowed: hf:owner/name or hf:owner/name/config")
+    with needed_for("a dataset of the hub", "data"):
+        from huggingface_hub import HfApi
+    commit = HfApi().dataset_info(match[1], revision=match["revision"]).sha
+    return Hub(name=match[1], config=match[6], revision=str(commit), field=field)
+
+
+def _not_blank(documents: Iterator[str], where: str) -> Iterator[str]:
+    found = False
+    for document in documents:
+        if document and not document.isspace():
+            found = True
+            yield document
+    if not found:
+        raise ValueError(f"no documents but blank ones in {where}")
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with the number of its line; blank lines are left out."""
+    for number, line in _lines(path):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line.rstrip("\n"))
+        except (ValueError, RecursionError) as error:
+            # The error's own words would count lines from the start of this one.
+            why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{path}, line {number}: not JSON ({why})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: an object is needed, not {_kind(row)}")
+        yield number, row
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The documents of a text file."""
+    parts: list[str] = []
+    size = 0
+    for _, line in _lines(path):
+        for place, part in enumerate(_SEPARATOR.split(line)):
+            if place or size > _LONGEST:
+                yield "".join(parts).strip()
+                parts, size = [], 0
+            parts.append(part)
+            size += len(part)
+    yield "".join(parts).strip()
+
+
+def _column(path: Path, field: str) -> Iterator[str]:
+    """The documents of a parquet file."""
+    with needed_for("reading parquet", "data"):
+        import pyarrow  # type: ignore[import-untyped]
+        from pyarrow import parquet
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise ValueError(f"{path}: no column {field!r}; it has {', '.join(names)}")
+            batches = file.iter_batches(batch_size=256, columns=[field])
+            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            for number, value in enumerate(values, 1):
+                yield _text({field: value}, field, f"{path}, row {number}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: broken or not parquet ({error})") from error
+
+
+def _text(row: dict[str, Any], field: str, where: str) -> str:
+    """The text of a row."""
+    if field not in row:
+        raise ValueError(f"{where}: no field {field!r}; it has {', '.join(row) or 'none'}")
+    text = row[field]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: field {field!r} must be text, not {_kind(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a pair: "\ud800"
+        raise ValueError(
+            f"{where}: field {field!r} holds a character that does not exist ({error})"
+        ) from error
+    return text
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file, numbered from 1, unpacked as its name says; they end in \\n."""
+    number = 0
+    try:
+        with _unpacked(path) as stream:
+            for number, line in enumerate(stream, 1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{path}, line {number}: not UTF-8 text "
+                        f"(byte 0x{line[error.start]:02x} at place {error.start} of the line)"
+                    ) from error
+                yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # the system's word, not an unpacker's
+            raise
+        raise ValueError(f"{path}: broken or cut off after line {number} ({error})") from error
+
+
+def _unpacked(path: Path) -> io.BufferedIOBase:
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.open(path)
+        case ".xz":
+            return lzma.open(path)
+        case ".zst":
+            with needed_for("reading .zst", "data"):
+                import pyarrow  # unlike the package zstandard it notices a file that is cut off
+            return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), 2**20)
+        case _:
+            return path.open("rb")
+
+
+# --- Splitting ------------------------------------------------------------------------------------
+
+
+def is_held_out(document: str, share: float) -> bool:
+    """Whether a document belongs to the held-out share: decided by its text alone.
+
+    The order of documents, and others coming or going, change nothing, and copies of one document are
+    all on one side. What a smaller share holds out, a larger one holds out too.
+
+    >>> [is_held_out(f"document {i}", 0.2) for i in range(6)]
+    [True, False, False, False, False, True]
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"Invalid share of held-out documents: {share!r}; allowed: 0 to 1")
+    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8]) < share * 2**64
+
+
+def cut(document: str, characters: int) -> Iterator[str]:
+    """A long document in parts of at least that many characters, ending where paragraphs end.
+
+    Where none ends within as many characters again, a part ends with a line.
+
+    >>> list(cut("one\\n\\ntwo\\n\\nthree\\n", 6))
+    ['one\\n\\ntwo', 'three']
+    """
+    part: list[str] = []
+    size = 0
+    for line in document.splitlines(keepends=True):
+        part.append(line)
+        size += len(line)
+        if size >= 2 * characters or (size >= characters and line.isspace()):
+            yield "".join(part).strip("\n")
+            part, size = [], 0
+    if part:
+        yield "".join(part).strip("\n")

@@ -1,0 +1,64 @@
+"""The loss, and its mean over held-out samples."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.lm.batch import IGNORED, Batch, Samples
+
+LossOf = Callable[[nn.Module, Batch], Tensor]
+
+
+class Stopped(Exception):
+    """The evaluation was asked to stop; nothing is known."""
+
+
+def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The cross-entropy of a batch, in nats, summed over its targets."""
+    logits = model(batch.tokens, batch.positions)
+    # Rounded to bfloat16, differences of logits would be lost.
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; afterwards the model is in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def held_out_loss(
+    model: nn.Module,
+    samples: Samples,
+    *,
+    device: torch.device,
+    batch_size: int,
+    precision: torch.dtype,
+    loss_of: LossOf = summed_loss,
+    stop: Callable[[], bool] = lambda: False,
+) -> float:
+    """Mean loss over all targets of these samples, of whichever weights the parameters hold."""
+    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    with evaluating(model), autocast(device, precision):
+        for first in range(0, len(samples), batch_size):
+            if stop():
+                raise Stopped
+            batch = samples.batch(range(first, min(first + batch_size, len(samples))))
+            total += loss_of(model, batch.to(device))  # read at the end: nothing waits for the device
+            count += batch.target_count()
+    return total.item() / max(count, 1)
+
+
+def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:
+    """Matrix products in that precision; weights, sums and losses stay in float32."""
+    return torch.autocast(device.type, precision, enabled=precision != torch.float32)

@@ -1,0 +1,300 @@
+"""A lean GPT: the architecture of GPT-2, from a third of a million parameters to its own 124 million."""
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from paceline.lm.documents import needed_for
+
+# --- Shapes ---------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTShape:
+    """How large a GPT is."""
+
+    vocabulary: int
+    """Token ids are below it; so many logits come out."""
+    length: int
+    """Most tokens of a sequence: learned positions."""
+    width: int
+    """Numbers that stand for a token inside."""
+    layers: int
+    heads: int
+    dropout: float = 0.0
+    vocabulary_multiple: int = 1
+    """The embedding has rows up to the next multiple, because GPUs multiply odd sizes slowly. The rows too
+    many are parameters, are zero in the beginning, and never get a gradient: their logits are -inf."""
+    bias: bool = True
+    """Whether norms and linear layers add a bias, as GPT-2's do."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "length", "width", "layers", "heads", "vocabulary_multiple"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Invalid {name}: {value!r}; allowed: an integer >= 1")
+        if self.width % self.heads:
+            raise ValueError(f"Invalid heads: {self.heads}; allowed: divisors of the width {self.width}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"Invalid dropout: {self.dropout!r}; allowed: 0 <= dropout < 1")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding."""
+        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
+    def parameters(self) -> int:
+        """All of them; the embedding, which is also the last layer, counts once.
+
+        >>> shape_of("gpt2", 50257, 1024).parameters
+        124439808
+        """
+        block = 12 * self.width**2 + (13 if self.bias else 2) * self.width
+        last = (2 if self.bias else 1) * self.width
+        return (self.rows + self.length) * self.width + self.layers * block + last
+
+
+# Width, layers, heads. The number in a name is that of all parameters, embedding and positions included,
+# with a vocabulary of 4,096 and 256 positions, to within a fifth.
+_SIZES = {
+    "gpt:0.3m": (48, 4, 3),
+    "gpt:1m": (128, 3, 4),
+    "gpt:3m": (192, 5, 6),
+    "gpt:7m": (256, 8, 4),
+    "gpt:12m": (384, 6, 6),
+    "gpt:25m": (512, 7, 8),
+    "gpt:50m": (576, 12, 9),
+    "gpt:88m": (768, 12, 12),  # GPT-2's blocks
+}
+_GPT2 = GPTShape(vocabulary=50257, length=1024, width=768, layers=12, heads=12)
+
+
+def shape_of(name: str, vocabulary: int, length: int) -> GPTShape:
+    """The shape of a named size: gpt:0.3m, gpt:1m, …, gpt:88m, or gpt2.
+
+    The number counts all parameters at a vocabulary of 4,096 and 256 positions. "gpt2" is GPT-2 as it was
+    published: its vocabulary of 50,257, its 1,024 positions, however few of them `length` uses.
+
+    >>> shape_of("gpt:1m", 4096, 256).parameters
+    1152128
+    """
+    if name == "gpt2":
+        if vocabulary != _GPT2.vocabulary or not 1 <= length <= _GPT2.length:
+            raise ValueError(
+                f"gpt2 has a vocabulary of {_GPT2.vocabulary:,} and at most {_GPT2.length:,} tokens, not "
+                f"{vocabulary:,} and {length:,}; gpt:88m is the same with any vocabulary and length"
+            )
+        return _GPT2
+    if name not in _SIZES:
+        raise ValueError(
+            f"unknown model {name!r}; did you mean {_nearest(name)}? Allowed: {', '.join(_SIZES)}, gpt2"
+        )
+    width, layers, heads = _SIZES[name]
+    return GPTShape(vocabulary=vocabulary, length=length, width=width, layers=layers, heads=heads)
+
+
+def _nearest(name: str) -> str:
+    asked = re.fullmatch(r"gpt[:-]?(\d*\.?\d+)m", name, re.IGNORECASE)
+    if asked:
+        return min(_SIZES, key=lambda known: abs(float(known[4:-1]) - float(asked[1])))
+    return difflib.get_close_matches(name, [*_SIZES, "gpt2"], n=1, cutoff=0.0)[0]
+
+
+# --- The model ------------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        width, bias = shape.width, shape.bias
+        self.heads, self.dropout = shape.heads, shape.dropout
+        self.attention_norm = nn.LayerNorm(width, bias=bias)
+        self.attention_in = nn.Linear(width, 3 * width, bias=bias)  # queries, keys, values
+        self.attention_out = nn.Linear(width, width, bias=bias)
+        self.mlp_norm = nn.LayerNorm(width, bias=bias)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=bias)
+        self.mlp_out = nn.Linear(4 * width, width, bias=bias)
+
+    def forward(self, x: Tensor, allowed: Tensor | None) -> Tensor:
+        x = x + self._dropped(self._attend(self.attention_norm(x), allowed))
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        return x + self._dropped(self.mlp_out(hidden))
+
+    def _attend(self, x: Tensor, allowed: Tensor | None) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.attention_in(x).view(batch, length, 3, self.heads, width // self.heads)
+        queries, keys, values = parts.transpose(1, 3).unbind(2)  # each (batch, heads, length, width / heads)
+        dropout = self.dropout if self.training else 0.0
+        seen = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=allowed, dropout_p=dropout, is_causal=allowed is None
+        )
+        return self.attention_out(seen.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+@final
+class GPT(nn.Module):
+    """GPT-2: learned positions, normalisation before each part, tanh GELU, biases, tied embedding.
+
+    The weights come from torch's generator: `torch.manual_seed` decides them.
+
+    Arguments:
+        shape: how large; `shape_of` knows some by name.
+        activation_checkpointing: keep only the input of each block for the backward pass and compute the
+            rest again, to save memory.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = GPT(shape_of("gpt:0.3m", vocabulary=100, length=16))
+    >>> model(torch.arange(32).view(2, 16)).shape
+    torch.Size([2, 16, 100])
+    """
+
+    _unused: Tensor | None
+
+    def __init__(self, shape: GPTShape, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.shape, self.activation_checkpointing = shape, activation_checkpointing
+        with torch.device("meta"):  # torch's own initialisation takes time and random numbers for nothing
+            self.tokens = nn.Embedding(shape.rows, shape.width)
+            self.positions = nn.Embedding(shape.length, shape.width)
+            self.blocks = nn.ModuleList([_Block(shape) for _ in range(shape.layers)])
+            self.last_norm = nn.LayerNorm(shape.width, bias=shape.bias)
+        self.to_empty(device=torch.get_default_device())
+        self._initialise_()
+        # Cutting the logits off instead would cost a GPU 4 % of a step.
+        unused = torch.zeros(shape.rows)
+        unused[shape.vocabulary :] = -math.inf
+        self.register_buffer("_unused", unused if shape.rows > shape.vocabulary else None, persistent=False)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids must be below it."""
+        return self.shape.vocabulary
+
+    @torch.no_grad()
+    def _initialise_(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            else:
+                # So many additions end in the residual stream; its variance shall not grow with them.
+                additions = 2 * self.shape.layers if name.endswith("_out.weight") else 1
+                parameter[: self.vocabulary if parameter is self.tokens.weight else None].normal_(
+                    std=0.02 / math.sqrt(additions)
+                )
+        self.tokens.weight[self.vocabulary :] = 0.0
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every place: (batch, length, rows of the embedding).
+
+        Arguments:
+            tokens: (batch, length).
+            positions: (batch, length), the place of each token in its own example: an example begins
+                wherever it is 0, and none sees another. None: one example a row.
+        """
+        length = tokens.shape[1]
+        if length > self.shape.length:
+            raise ValueError(f"a sequence of {length} tokens; this GPT has {self.shape.length} positions")
+        # A slice, not a look-up: its gradient is a sum and needs no scatter.
+        places = self.positions.weight[:length] if positions is None else self.positions(positions)
+        x = self.tokens(tokens) + places
+        if self.shape.dropout:
+            x = F.dropout(x, self.shape.dropout, self.training)
+        allowed = None if positions is None else _own_example(positions)
+        for block in self.blocks:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, allowed, use_reentrant=False)
+            else:
+                x = block(x, allowed)
+        return F.linear(self.last_norm(x), self.tokens.weight, self._unused)
+
+
+def _own_example(positions: Tensor) -> Tensor:
+    """Which token may look at which: at those of its example up to itself. (batch, 1, length, length)
+
+    >>> _own_example(torch.tensor([[0, 1, 0]]))[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    examples = (positions == 0).cumsum(-1)
+    return (examples[:, None, :, None] == examples[:, None, None, :]).tril()
+
+
+# --- To and from transformers -----------------------------------------------------------------------
+
+_NAMES = {
+    "tokens": "transformer.wte",
+    "positions": "transformer.wpe",
+    "last_norm": "transformer.ln_f",
+    "attention_norm": "ln_1",
+    "attention_in": "attn.c_attn",
+    "attention_out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp_in": "mlp.c_fc",
+    "mlp_out": "mlp.c_proj",
+}
+_SHAPE_NAMES = {
+    "vocab_size": "vocabulary",
+    "n_positions": "length",
+    "n_embd": "width",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "resid_pdrop": "dropout",
+}
+
+
+def _pairs(ours: GPT, theirs: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Each weight of ours with that of GPT2LMHeadModel, turned as ours is and without rows too many."""
+    weights = dict(theirs.named_parameters())
+    pairs = []
+    for name, weight in ours.named_parameters():
+        *block, part, kind = name.split(".")
+        where = "".join(f"transformer.h.{number}." for number in block[1:])
+        other = weights[f"{where}{_NAMES[part]}.{kind}"]
+        is_linear = kind == "weight" and part.endswith(("_in", "_out"))
+        pairs.append((weight[: len(other)] if part == "tokens" else weight, other.T if is_linear else other))
+    return pairs
+
+
+@torch.no_grad()
+def to_transformers(model: GPT) -> Any:
+    """A copy as GPT2LMHeadModel of transformers, which computes the same logits; missing biases are 0."""
+    with needed_for("exporting a model"):
+        from transformers import GPT2Config, GPT2LMHeadModel
+    fields: dict[str, Any] = {theirs: getattr(model.shape, ours) for theirs, ours in _SHAPE_NAMES.items()}
+    fields |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), model.shape.dropout)
+    # Which tokens begin and end a text is the tokenizer's business; GPT-2's may lie beyond the vocabulary.
+    config = GPT2Config(**fields, bos_token_id=None, eos_token_id=None)
+    with torch.random.fork_rng(devices=[]):  # a run that exports draws the same numbers afterwards
+        copy: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    for ours, theirs in _pairs(model, copy):
+        theirs.copy_(ours)
+    return copy.eval()
+
+
+@torch.no_grad()
+def from_transformers(model: Any, *, vocabulary_multiple: int = 1) -> GPT:
+    """A copy of a GPT2LMHeadModel of transformers, which computes the same logits."""
+    from transformers import GPT2Config
+
+    config, usual = model.config.to_dict(), GPT2Config().to_dict()
+    for name in ("model_type", "activation_function", "layer_norm_epsilon", "n_inner", "tie_word_embeddings"):
+        if config[name] != usual[name]:
+            raise ValueError(f"not GPT-2's architecture: {name} is {config[name]!r}, not {usual[name]!r}")
+    fields = {ours: config[theirs] for theirs, ours in _SHAPE_NAMES.items()}
+    copy = GPT(GPTShape(**fields, vocabulary_multiple=vocabulary_multiple))
+    for ours, theirs in _pairs(copy, model):
+        ours.copy_(theirs)
+    return copy

@@ -1,0 +1,33 @@
+"""Out of memory: what was needed, and what helps."""
+
+import re
+
+import torch
+
+_HELP = (
+    "a smaller micro_batch_size, activation_checkpointing, precision bfloat16 or a shorter length need less"
+)
+
+
+def explain_memory(error: BaseException) -> str | None:
+    """A sentence about an error that says memory ran out; None for any other."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
+        free = re.search(r"of which ([\d.]+ \w+) is free", text)
+        needed = f"{asked[1]} more were needed" if asked else "more was needed"
+        return f"the GPU's memory is full: {needed}{f', {free[1]} are free' if free else ''}; {_HELP}"
+    asked = re.search(r"you tried to allocate (\d+) bytes", text)
+    if isinstance(error, MemoryError) or asked:
+        needed = f"{int(asked[1]):,} bytes more were needed" if asked else "more was needed"
+        return f"memory is full: {needed}{_free()}; {_HELP}"
+    return None
+
+
+def _free() -> str:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (not a path of the user's)
+            known = dict(line.split(":", 1) for line in file)
+        return f", {int(known['MemAvailable'].split()[0]) * 1024:,} are free"
+    except (OSError, KeyError, ValueError):
+        return ""

@@ -1,0 +1,228 @@
+"""Causal language models of transformers: from the hub, a folder or a GGUF file, and into a folder.
+
+Weights are read from safetensors or GGUF, never from a pickle, and no code that comes with a model is run.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.lm.documents import needed_for
+from paceline.lm.evaluate import evaluating
+from paceline.lm.files import new_folder
+from paceline.lm.gpt import GPT, to_transformers
+from paceline.lm.vocabulary import Vocabulary
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+@final
+class Pretrained(nn.Module):
+    """A causal language model of transformers, called as the engine calls a model.
+
+    Parameters and state dict have the names that they have in transformers and its files.
+    """
+
+    whole: Any
+    """The model of transformers."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        # As a submodule it would put its name in front of all others. So it is none, and this module shares
+        # its tables of parts: what is moved, cast, sharded or replaced here is so there.
+        self.__dict__["whole"] = whole
+        for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            self.__dict__[table] = whole.__dict__[table]
+        self.training = whole.training
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids must be below it."""
+        return int(self.whole.get_input_embeddings().num_embeddings)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module."""
+        self.whole.training = mode
+        return super().train(mode)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every place.
+
+        With positions, and neither attention mask nor cache, transformers takes every place where they do
+        not go on by one for the beginning of an example; `separates_examples` tells whether a model does.
+        """
+        given = {} if positions is None else {"position_ids": positions}
+        return self.whole(input_ids=tokens, use_cache=False, **given).logits  # type: ignore[no-any-return]
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+def load_pretrained(
+    name: str | Path, *, attention: str = "sdpa", activation_checkpointing: bool = False
+) -> tuple[Pretrained, Any]:
+    """A model in float32, in evaluation mode, and its tokenizer.
+
+    Arguments:
+        name: a folder with config, safetensors and tokenizer; a .gguf file, whose weights are unpacked to
+            float32; or a name of the Hugging Face hub (owner/model, owner/model/file.gguf). Of folders and
+            files that are here, nothing is asked of the network.
+        attention: "sdpa", or "eager" for the few models that have no other. Any other implementation is
+            code that transformers may fetch from the hub, and is refused.
+        activation_checkpointing: keep only the input of each layer for the backward pass and compute the
+            rest again, to save memory.
+    """
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(f"Invalid attention: {attention!r}; allowed: sdpa, eager")
+    with needed_for("a pretrained model"):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    path = Path(name).expanduser()
+    is_gguf = path.suffix == ".gguf"
+    is_here = path.is_file() if is_gguf else path.is_dir()
+    at_hub = str(name).rpartition("/")[0] if is_gguf else str(name)
+    if not is_here and not _HUB_NAME.fullmatch(at_hub):
+        raise FileNotFoundError(f"no model {name}: no such folder or .gguf file, and not a name of the hub")
+    source = str(path.parent if is_gguf else path) if is_here else at_hub
+    # trust_remote_code: its default asks on the terminal.
+    options: dict[str, Any] = {"local_files_only": is_here, "trust_remote_code": False}
+    if is_gguf:
+        with needed_for("a GGUF file"):
+            import_module("accelerate")
+            import_module("gguf")
+        options["gguf_file"] = path.name
+    elif is_here:
+        _check_complete(path)
+    try:
+        if not is_gguf:
+            _refuse_unsafe(source, is_here)
+        with _without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except OSError as error:
+        reason = str(error).partition(". ")[0]
+        raise FileNotFoundError(f"cannot load {name}: {reason}") from error
+    model, found = loaded
+    if found["missing_keys"]:
+        raise ValueError(f"{name} has no weights for {', '.join(sorted(found['missing_keys']))}")
+    if is_gguf:
+        model = _unquantized(model, attention)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Pretrained(model.eval()), tokenizer
+
+
+def _check_complete(folder: Path) -> None:
+    for needed in ("config.json", "*.safetensors"):
+        if not any(folder.glob(needed)):
+            raise FileNotFoundError(
+                f"{folder} holds no {needed}; weights in other files may be pickles, which can run code"
+            )
+
+
+def _refuse_unsafe(source: str, is_here: bool) -> None:
+    """Refuse what would run code, from the settings alone, before anything else is loaded."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    config, _ = PretrainedConfig.get_config_dict(source, local_files_only=is_here)
+    for settings in (config, get_tokenizer_config(source, local_files_only=is_here)):
+        if "auto_map" in settings:
+            code = settings["auto_map"]
+            raise ValueError(f"{source} comes with code of its own, which is never run: auto_map {code}")
+    if "quantization_config" in config:
+        raise ValueError(f"{source} holds quantized weights, which cannot be trained; take its original")
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without the progress bars of transformers, which is a setting of the process."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _unquantized(model: Any, attention: str) -> Any:
+    """A copy that knows nothing of the GGUF file it came from, and is saved and loaded as any model."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    auto: Any = AutoModelForCausalLM
+    plain = auto.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain
+
+
+# --- Packed examples --------------------------------------------------------------------------------
+
+
+def separates_examples(module: nn.Module, vocabulary: int) -> bool:
+    """Whether a model keeps examples apart that are packed into one row: tried out on a few tokens.
+
+    Other tokens in the first example must leave the logits of the second, and of the next row, where they
+    are. Many models of transformers take positions and do nothing with them, without an error: recurrent
+    ones (Mamba, RWKV, Qwen3-Next in part), those of ALiBi (Bloom, MPT), OPT, Falcon.
+    """
+    device = next(module.parameters()).device
+    first = 3
+    tokens = (7 * torch.arange(4 * first, device=device).view(2, -1) + 3) % vocabulary
+    positions = torch.arange(2 * first, device=device) % torch.tensor([[first], [2 * first]], device=device)
+    other = tokens.clone()
+    other[0, :first] = (other[0, :first] + 1) % vocabulary
+    with evaluating(module):
+        logits = (module(given, positions)[..., :vocabulary] for given in (tokens, other))
+        moved = (next(logits) - next(logits)).abs().flatten(0, 1)
+    # What is masked adds exactly nothing; even a faint leak of a small untrained model is 1e-3 of its cause.
+    return bool(moved[first:].max() <= 1e-5 * moved[:first].max())
+
+
+# --- Exporting --------------------------------------------------------------------------------------
+
+
+def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path:
+    """Write a folder that plain transformers loads: config, tokenizer, the weights the parameters hold.
+
+    It appears whole or not at all, and never in place of another.
+
+    Arguments:
+        module: a `GPT` or a `Pretrained`.
+        tokenizer: a `Vocabulary`, or a tokenizer of transformers.
+        folder: must be new or empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there already; choose another folder")
+    if not isinstance(module, GPT | Pretrained):
+        raise TypeError(f"only a GPT or a Pretrained can be exported, not {type(module).__name__}")
+    whole = to_transformers(module) if isinstance(module, GPT) else module.whole
+    with new_folder(folder) as made:
+        if isinstance(tokenizer, Vocabulary):
+            tokenizer.save(made)
+            for config in (whole.config, whole.generation_config):
+                config.bos_token_id = config.eos_token_id = tokenizer.end_of_text
+        else:
+            tokenizer.save_pretrained(made)
+        with _without_bars():
+            whole.save_pretrained(made)
+    return folder

@@ -1,0 +1,520 @@
+"""Shards: the right tokens in the right place, also after kills; nothing damaged is read."""
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.lm import shards
+from paceline.lm.batch import load
+from paceline.lm.files import locked
+from paceline.lm.shards import Windows, open_tokens, prepare
+
+pytestmark = pytest.mark.slow
+
+
+class Letters:
+    """A token is a byte; a document ends with 256, or with more in a larger vocabulary."""
+
+    def __init__(self, size=257):
+        self.size, self.end_of_text, self.fingerprint = size, size - 1, f"letters {size}"
+        self.seen = []
+
+    def encode(self, texts):
+        self.seen += texts
+        return [list(text.encode()) for text in texts]
+
+
+def make_documents(number=60, seed=0):
+    draw = random.Random(seed)
+    return ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 80))) for _ in range(number)]
+
+
+DOCUMENTS = make_documents()
+TOKENS = [token for text in DOCUMENTS for token in (*text.encode(), 256)]
+SOURCE = {"name": "test", "files": [1, 2]}
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(shards, "_BATCH", 100)
+
+
+def prepared(folder, documents=DOCUMENTS, vocabulary=None, **settings):
+    settings = {"source": SOURCE, "shard_tokens": 500, "save_tokens": 150} | settings
+    return prepare(documents, vocabulary or Letters(), folder, **settings)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+# --- Preparing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, dtype, item", [(257, "uint16", 2), (2**16, "uint16", 2), (2**16 + 1, "uint32", 4)]
+)
+def test_shards_hold_every_document_and_its_end(tmp_path, size, dtype, item):
+    tokens = prepared(tmp_path, vocabulary=Letters(size))
+    expected = [size - 1 if token == 256 else token for token in TOKENS]
+    assert tokens.count == len(TOKENS) and tokens.documents == len(DOCUMENTS)
+    assert [shard.tokens for shard in tokens.shards] == [500] * 4 + [len(TOKENS) - 2000]
+    data = b"".join((tmp_path / shard.name).read_bytes() for shard in tokens.shards)
+    assert data == b"".join(token.to_bytes(item, "little") for token in expected)
+    assert (tokens.dtype, tokens.vocabulary, tokens.end_of_text) == (dtype, size, size - 1)
+    assert tokens == open_tokens(tmp_path, verify=True)
+
+
+def test_the_manifest_says_what_is_there(tmp_path):
+    prepared(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    shards = manifest.pop("shards")
+    assert manifest == {
+        "format": 1,
+        "dtype": "uint16",
+        "vocabulary": 257,
+        "end_of_text": 256,
+        "tokenizer": "letters 257",
+        "source": SOURCE,
+        "shard_tokens": 500,
+        "documents": len(DOCUMENTS),
+        "tokens": len(TOKENS),
+    }
+    for shard in shards:
+        data = (tmp_path / shard["name"]).read_bytes()
+        assert shard["bytes"] == len(data) == 2 * shard["tokens"]
+        assert shard["sha256"] == hashlib.sha256(data).hexdigest()
+        assert shard["largest"] == 256
+    assert sorted(contents(tmp_path)) == ["manifest.json", *(shard["name"] for shard in shards)]
+
+
+def test_sizes_of_batches_and_saves_leave_no_trace(tmp_path, monkeypatch):
+    prepared(tmp_path / "one")
+    monkeypatch.setattr(shards, "_BATCH", 10**6)
+    prepared(tmp_path / "two", save_tokens=1)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_a_document_may_be_longer_than_several_shards(tmp_path):
+    tokens = prepared(tmp_path, ["a" * 1234, "b"])
+    assert [shard.tokens for shard in tokens.shards] == [500, 500, 237]
+    whole = np.concatenate([np.fromfile(tmp_path / shard.name, "<u2") for shard in tokens.shards])
+    assert whole.tolist() == [97] * 1234 + [256, 98, 256]
+
+
+def test_shards_that_end_with_the_last_document(tmp_path):
+    tokens = prepared(tmp_path, ["a" * 499, "b" * 499])
+    assert [shard.tokens for shard in tokens.shards] == [500, 500]
+    assert sorted(contents(tmp_path)) == ["manifest.json", "tokens-00000.bin", "tokens-00001.bin"]
+
+
+def test_progress_is_told(tmp_path):
+    told = []
+    tokens = prepared(tmp_path, progress=lambda *done: told.append(done))
+    assert told == sorted(told) and len(told) > 10
+    assert told[-1] == (len(DOCUMENTS), tokens.count)
+    assert all(done == len([*"".join(DOCUMENTS[:number])]) + number for number, done in told)
+
+
+def test_empty_documents_leave_no_token(tmp_path):
+    assert prepared(tmp_path, ["", "a", ""]).count == 2
+
+
+@pytest.mark.parametrize("documents", [[], ["", ""]])
+def test_nothing_to_prepare_is_refused(tmp_path, documents):
+    with pytest.raises(ValueError, match="no documents to prepare"):
+        prepared(tmp_path, documents)
+    with pytest.raises(FileNotFoundError, match="holds no prepared tokens"):
+        open_tokens(tmp_path)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
+    class Wrong(Letters):
+        def encode(self, texts):
+            return [[1, 300] for _ in texts]
+
+    with pytest.raises(ValueError, match="has 257 tokens but gave 300 for a text"):
+        prepared(tmp_path, vocabulary=Wrong())
+
+
+@pytest.mark.parametrize("setting", ["shard_tokens", "save_tokens"])
+def test_sizes_must_be_positive(tmp_path, setting):
+    with pytest.raises(ValueError, match=f"{setting}=0"):
+        prepared(tmp_path, **{setting: 0})
+
+
+# --- Going on -------------------------------------------------------------------------------------
+
+
+def test_finished_work_is_not_done_again(tmp_path):
+    first = prepared(tmp_path)
+    before = contents(tmp_path)
+    assert prepared(tmp_path, documents=iter(())) == first
+    assert contents(tmp_path) == before
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted(number):
+    """The documents, and a failure before one of them."""
+    yield from DOCUMENTS[:number]
+    raise Interrupted
+
+
+@pytest.mark.parametrize("number", [1, 17, 40, 59])
+def test_a_second_call_tokenizes_only_what_was_not_saved(tmp_path, number):
+    prepared(tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        prepared(tmp_path / "a", interrupted(number))
+    saved = tmp_path / "a/progress.json"
+    done = json.loads(saved.read_text())["documents"] if saved.exists() else 0
+    assert done <= number and (done > 0) == (number > 1)
+    if done:
+        with pytest.raises(FileNotFoundError, match="preparation was not finished; run it again"):
+            open_tokens(tmp_path / "a")
+    vocabulary = Letters()
+    prepared(tmp_path / "a", vocabulary=vocabulary)
+    assert vocabulary.seen == DOCUMENTS[done:]
+    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"source": {"name": "other"}}, r"source \{.*'test'\} → \{'name': 'other'\}"),
+        (
+            {"vocabulary": Letters(300)},
+            "vocabulary 257 → 300; end_of_text 256 → 299; tokenizer 'letters 257' →",
+        ),
+        ({"shard_tokens": 400}, "shard_tokens 500 → 400"),
+    ],
+)
+def test_work_on_other_data_is_refused_and_left_alone(tmp_path, finished, change, words):
+    if finished:
+        prepared(tmp_path)
+    else:
+        with pytest.raises(Interrupted):
+            prepared(tmp_path, interrupted(40))
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=f"holds tokens of something else; .*{words}"):
+        prepared(tmp_path, **change)
+    assert contents(tmp_path) == before
+
+
+def test_saved_shards_that_shrank_are_refused(tmp_path):
+    with pytest.raises(Interrupted):
+        prepared(tmp_path, interrupted(40))
+    os.truncate(tmp_path / "tokens-00000.bin", 10)
+    with pytest.raises(ValueError, match=r"tokens-00000\.bin has 10 bytes, not 1000"):
+        prepared(tmp_path)
+
+
+def test_the_second_of_two_preparers_refuses(tmp_path):
+    with locked(tmp_path), pytest.raises(RuntimeError, match=f"at work in {tmp_path}"):
+        prepared(tmp_path)
+    prepared(tmp_path)
+
+
+def test_a_full_disk_is_reported_with_the_file_and_can_be_gone_on_from(tmp_path, monkeypatch):
+    prepared(tmp_path / "whole")
+    real, calls = Path.open, count()
+
+    def full(path, mode="r"):
+        if mode == "ab" and next(calls) == 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*tokens-0000\d\.bin'"):
+            prepared(tmp_path / "a")
+    prepared(tmp_path / "a")
+    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
+
+
+# --- Kills ----------------------------------------------------------------------------------------
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["paceline.lm.shards", "pytest"])
+
+
+def prepare_here(folder, documents):
+    shards._BATCH = 1  # in a process of its own: every document is written when it comes
+    prepare(documents, Letters(), folder, source=SOURCE, shard_tokens=300, save_tokens=200)
+
+
+def prepare_received(folder, connection):
+    prepare_here(folder, iter(connection.recv, None))
+
+
+def killed_at(folder, point):
+    """Prepare in a process that kills itself when it touches the folder for the point-th time."""
+    touched = count()
+    touches = ("open", "os.rename", "os.remove", "os.truncate")
+
+    def hook(event, arguments):
+        if event in touches and str(folder) in str(arguments[0]) and next(touched) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    prepare_here(folder, DOCUMENTS[:12])
+
+
+def whole_and_resumed(tmp_path, folder, vocabulary=None):
+    """What an undisturbed preparation leaves, and what going on in the folder does."""
+    settings = {"shard_tokens": 300, "save_tokens": 10**6}
+    prepared(tmp_path / "whole", DOCUMENTS[:12], **settings)
+    prepared(folder, DOCUMENTS[:12], vocabulary, **settings)
+    return contents(tmp_path / "whole"), contents(folder)
+
+
+def test_killed_at_every_touch_of_the_disk(tmp_path):
+    redone = []
+    for point in count():
+        child = PROCESSES.Process(target=killed_at, args=(tmp_path / str(point), point))
+        child.start()
+        child.join()
+        vocabulary = Letters()
+        whole, resumed = whole_and_resumed(tmp_path, tmp_path / str(point), vocabulary)
+        assert resumed == whole, f"after a kill at touch {point}"
+        redone.append(len(vocabulary.seen))
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    assert point > 30  # 12 documents, 2 shards, 2 saves, the manifest
+    # The later the kill, the less is left to do: no save ever takes back an earlier one.
+    assert redone == sorted(redone, reverse=True) and redone[0] == 12 and redone[-1] == 0
+    assert len(set(redone)) >= 4
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_at_random_moments(tmp_path):
+    draw = random.Random(os.urandom(8))
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        for _ in range(12):
+            here, there = PROCESSES.Pipe()
+            child = PROCESSES.Process(target=prepare_received, args=(folder, there))
+            child.start()
+            for document in DOCUMENTS[: draw.randint(1, 11)]:  # never the last: it cannot come to an end
+                here.send(document)
+            time.sleep(draw.uniform(0, 0.1))
+            child.kill()
+            child.join()
+            assert child.exitcode == -signal.SIGKILL
+        whole, resumed = whole_and_resumed(tmp_path, folder)
+        assert resumed == whole
+
+
+# --- Opening --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Tokens beside a file that nobody may read."""
+    (tmp_path / "secret.bin").write_bytes(bytes(1000))
+    prepared(tmp_path / "tokens", save_tokens=10**6)
+    return tmp_path / "tokens"
+
+
+def change(folder, edit):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    edit(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def refused(folder, words, error=ValueError, **settings):
+    with pytest.raises(error, match=words):
+        open_tokens(folder, **settings)
+
+
+def test_a_missing_folder(tmp_path):
+    refused(tmp_path / "no", f"{tmp_path}/no holds no prepared tokens: no manifest", FileNotFoundError)
+
+
+def test_a_missing_shard(folder):
+    (folder / "tokens-00002.bin").unlink()
+    refused(folder, r"tokens-00002\.bin is missing")
+
+
+@pytest.mark.parametrize("size", [0, 1, 998, 999, 1001, 2000])
+def test_a_shard_of_another_size(folder, size):
+    os.truncate(folder / "tokens-00001.bin", size)
+    refused(folder, rf"tokens-00001\.bin has {size} bytes; the manifest says 1000 and 500 tokens of uint16")
+
+
+def test_another_dtype(folder):
+    change(folder, lambda manifest: manifest.update(dtype="uint32"))
+    refused(folder, r"tokens-00000\.bin has 1000 bytes; .* 500 tokens of uint32 \(2000 bytes\)")
+    change(folder, lambda manifest: manifest.update(dtype="float32"))
+    refused(folder, r"manifest\.json: dtype 'float32'; allowed: uint16, uint32")
+
+
+def test_two_byte_tokens_that_claim_to_be_of_four_bytes(folder):
+    def claim(manifest):
+        manifest["dtype"], manifest["tokens"] = "uint32", 1000
+        manifest["shards"] = [shard | {"tokens": 250} for shard in manifest["shards"][:4]]
+        for shard in manifest["shards"]:
+            del shard["largest"]
+
+    change(folder, claim)
+    refused(folder, r"tokens-00000\.bin holds the token \d{7,}; allowed: below 257")
+
+
+def test_tokens_of_others_are_looked_at_once(folder):
+    change(folder, lambda manifest: [shard.pop("largest") for shard in manifest["shards"]])
+    assert open_tokens(folder).shards[0].largest == 256
+    change(folder, lambda manifest: manifest.update(vocabulary=256))
+    refused(folder, r"tokens-00000\.bin holds the token 256; allowed: below 256")
+
+
+def test_a_flipped_bit_is_found_on_request(folder):
+    data = bytearray((folder / "tokens-00003.bin").read_bytes())
+    data[77] ^= 1
+    (folder / "tokens-00003.bin").write_bytes(data)
+    assert open_tokens(folder).count == len(TOKENS)
+    refused(folder, r"tokens-00003\.bin has changed since it was prepared", verify=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.bin", "/etc/passwd", "..", ".", "", "a/b", "x\0", "a" * 300, "link.bin", "down", None, 5],
+)
+def test_nothing_outside_of_the_folder_is_read(folder, name):
+    (folder / "link.bin").symlink_to(folder / "../secret.bin")
+    (folder / "down").mkdir()
+    change(folder, lambda manifest: manifest["shards"][0].update(name=name))
+    refused(folder, "not the name of a file|not a regular file|not a manifest")
+
+
+def test_a_shard_behind_a_link_is_not_written(tmp_path):
+    (tmp_path / "outside").write_bytes(b"kept")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/tokens-00000.bin").symlink_to(tmp_path / "outside")
+    prepared(tmp_path / "a")
+    assert (tmp_path / "outside").read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "[" * 100_000, "{}", '{"format": 2}', '{"format": 1}'])
+def test_a_manifest_that_is_none(folder, text):
+    (folder / "manifest.json").write_text(text)
+    refused(folder, r"manifest\.json: (not JSON|not a manifest of tokens|format (None|2); allowed: 1)")
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, "1", None, True, [], {}, 10**30])
+@pytest.mark.parametrize(
+    "key", ["vocabulary", "end_of_text", "documents", "tokens", "shards", "shards.tokens"]
+)
+def test_a_manifest_with_a_wrong_value(folder, key, value):
+    if value == 10**30 and key in ("vocabulary", "end_of_text", "documents"):
+        return  # large, but a count
+
+    def edit(manifest):
+        place = manifest["shards"][1] if "." in key else manifest
+        place[key.split(".")[-1]] = value
+
+    change(folder, edit)
+    refused(folder, r"manifest\.json: |tokens-00001\.bin has")
+
+
+# --- Windows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 7, 499, 500, 501, 1300, len(TOKENS) - 1])
+def test_windows_are_the_tokens_side_by_side(folder, length):
+    windows = Windows(open_tokens(folder), length)
+    assert (windows.length, windows.vocabulary) == (length, 257)
+    assert len(windows) == (len(TOKENS) - 1) // length
+    batch = windows.batch(range(len(windows)))
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64 and batch.positions is None
+    assert batch.tokens.is_contiguous() and batch.targets.is_contiguous()
+    assert batch.tokens.flatten().tolist() == TOKENS[: len(windows) * length]
+    assert batch.targets.flatten().tolist() == TOKENS[1 : len(windows) * length + 1]
+
+
+def test_windows_come_in_the_order_asked_for(folder):
+    windows = Windows(open_tokens(folder), 10)
+    numbers = np.array([150, 3, 3, 49, 0])
+    batch = windows.batch(numbers)
+    assert batch.tokens.tolist() == [TOKENS[10 * i : 10 * i + 10] for i in numbers]
+    assert windows.batch([]).tokens.shape == (0, 10)
+
+
+def test_a_window_that_is_not_there(folder):
+    windows = Windows(open_tokens(folder), 10)
+    for numbers in ([len(windows)], [-1], [0, 10**9]):
+        with pytest.raises(IndexError, match=f"allowed: 0 to {len(windows) - 1}"):
+            windows.batch(numbers)
+
+
+def test_too_few_tokens_for_one_window(folder):
+    tokens = open_tokens(folder)
+    with pytest.raises(
+        ValueError, match=f"holds {len(TOKENS)} tokens; .* {len(TOKENS)} needs {len(TOKENS) + 1}"
+    ):
+        Windows(tokens, len(TOKENS))
+    with pytest.raises(ValueError, match="Invalid length of a window: 0"):
+        Windows(tokens, 0)
+
+
+@pytest.mark.parametrize("place", [0, 123, 499])
+def test_a_token_that_went_bad_after_opening_is_named(folder, place):
+    windows = Windows(open_tokens(folder), 10)
+    with (folder / "tokens-00001.bin").open("r+b") as file:
+        file.seek(2 * place)
+        file.write((300).to_bytes(2, "little"))
+    number = (500 + place) // 10
+    windows.batch([0, number - 2, number + 1])
+    with pytest.raises(
+        ValueError, match=rf"tokens-00001\.bin: token 300 at place {place}; allowed: below 257"
+    ):
+        windows.batch([0, number])
+
+
+def test_the_fingerprint_is_that_of_tokens_and_length(folder, tmp_path):
+    tokens = open_tokens(folder)
+    fingerprint = Windows(tokens, 10).fingerprint
+    assert len(bytes.fromhex(fingerprint)) == 32
+    prepared(tmp_path / "again", source={"name": "elsewhere"})
+    assert Windows(open_tokens(tmp_path / "again"), 10).fingerprint == fingerprint
+    assert Windows(tokens, 11).fingerprint != fingerprint
+    prepared(tmp_path / "other", documents=[*DOCUMENTS[:-1], DOCUMENTS[-1] + "!"])
+    assert Windows(open_tokens(tmp_path / "other"), 10).fingerprint != fingerprint
+
+
+def test_pickled_windows_hold_no_tokens_and_read_the_same(folder):
+    windows = Windows(open_tokens(folder), 10)
+    data = pickle.dumps(windows)
+    assert len(data) < len(TOKENS)
+    again = pickle.loads(data)
+    assert torch.equal(again.batch([5, 70]).tokens, windows.batch([5, 70]).tokens)
+
+
+def test_workers_give_the_same_batches(folder):
+    windows = Windows(open_tokens(folder), 10)
+
+    def numbers(step):
+        return np.array([step, 3 * step])
+
+    alone = list(load(windows, numbers, range(2, 9), workers=0, pinned=False))
+    helped = list(load(windows, numbers, range(2, 9), workers=2, pinned=False))
+    assert len(alone) == len(helped) == 7
+    assert all(
+        torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) for a, b in zip(alone, helped)
+    )

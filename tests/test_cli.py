@@ -1,0 +1,578 @@
+"""The command line: every command, as a user calls it. Faults are in lm/test_trainer_faults.py."""
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import write_chats, write_model, write_text
+from torch.nn import functional as F
+
+from paceline import cli
+from paceline.cli import main
+from paceline.experiments import build, config
+from paceline.experiments.config import Run
+from paceline.experiments.records import read
+from paceline.experiments.run import restored
+from paceline.lm import checkpoint
+from paceline.lm.batch import IGNORED
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cli")
+        patch.setenv("PACELINE_CACHE", str(folder / "cache"))
+        write_text(folder / "text.txt", paragraphs=120)
+        yield folder
+
+
+COMMON = ["--batch-size", "2", "--steps", "6", "--evaluate-every", "3", "--held-out-samples", "3"]
+COMMON += ["--warmup", "2", "--device", "cpu"]
+
+
+def pretrain(room, out, *more):
+    words = ["train", "pretrain", "--out", out, "--data", room / "text.txt", "--model", "gpt:0.3m"]
+    words += ["--tokenizer", "bpe:300", "--length", 16, *COMMON, *more]
+    return main([str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def trained(room):
+    """A run with AdamW and an average beside it."""
+    assert (
+        pretrain(room, room / "run", "--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9") == 0
+    )
+    return room / "run"
+
+
+@pytest.fixture(scope="module")
+def tuned(room):
+    """A fine-tuned model."""
+    write_model(room / "model")
+    write_chats(room / "chats.jsonl", count=40)
+    words = ["train", "sft", "--out", room / "sft", "--data", room / "chats.jsonl", "--model", room / "model"]
+    assert main([str(word) for word in (*words, "--length", 64, *COMMON)]) == 0
+    return room / "sft"
+
+
+def losses_of(folder):
+    return [record for record in read(folder / "records.jsonl") if record["kind"] == "evaluation"]
+
+
+# --- Help and mistakes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *cli.EXAMPLES])
+def test_help_is_complete(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    if command:
+        assert cli.EXAMPLES[command] in said
+    else:
+        assert all(name in said for name in cli.EXAMPLES)
+    if command == "train":
+        squeezed = " ".join(said.split())
+        for name, text in config.documentation().items():
+            assert name == "task" or (f"--{name.replace('_', '-')}" in said and text[:30] in squeezed), name
+
+
+def test_every_setting_is_documented():
+    assert list(config.documentation()) == list(Run.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("command", cli.EXAMPLES)
+def test_the_examples_of_the_help_are_right(command):
+    text = cli.EXAMPLES[command].replace("\\\n", " ")
+    lines = re.findall(r"^  paceline (.*)$", text, re.MULTILINE)
+    assert lines
+    for line in lines:
+        options = cli._parse(line.split())
+        if command == "train":
+            cli._run_of(options)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("trian", "invalid choice: 'trian'"),
+        ("train", "the following arguments are required: task, --out"),
+        ("train pretrain", "the following arguments are required: --out"),
+        ("train pretrain --out x --stepz 5", "unknown argument '--stepz' (did you mean --steps?)"),
+        ("train pretrain --out x --step 5", "unknown argument '--step' (did you mean --steps?)"),
+        ("train pretrain --out x", "give exactly one of steps, tokens, epochs, chinchilla; none given"),
+        ("train pretrain --out x --steps 5 --tokens 5", "steps and tokens given"),
+        ("train pretrain --out x --steps -5", "steps is -5; allowed: above 0, and finite"),
+        ("train pretrain --out x --steps five", "steps is 'five'; allowed: a whole number"),
+        ("train pretrain --out x --steps 5 --lr nan", "lr is nan; allowed: 0 or more, and finite"),
+        ("train pretrain --out x --steps 5 --task sft", "unknown argument '--task'"),
+        ("train pretrain --out x --steps 5 --precision bf16", "precision is 'bf16' (did you mean bfloat16?)"),
+        (
+            "train pretrain --out x --steps 5 --optimizer adam",
+            "optimizer 'adam' is unknown (did you mean adamw?)",
+        ),
+        ("train pretrain --out x --steps 5 --optimizer pace:power=1", "pace has no setting 'power'"),
+        (
+            "train pretrain --out x --steps 5 --optimizer adamw:lr=1",
+            "the learning rate is a setting of the run",
+        ),
+        ("train pretrain --out x --steps 5 --optimizer adamw --telemetry-every 2", "pulls nothing"),
+        (
+            "train pretrain --out x --steps 5 --schedule cosin",
+            "schedule 'cosin' is unknown (did you mean cosine?)",
+        ),
+        ("train pretrain --out x --steps 5 --schedule wsd:0.5", "settings of a schedule have names"),
+        ("train pretrain --out x --steps 5 --schedule wsd:warmup=5", "warmup are settings of the run"),
+        (
+            "train pretrain --out x --steps 5 --averages powr:0.7",
+            "average 'powr' is unknown (did you mean power?)",
+        ),
+        ("train pretrain --out x --steps 5 --averages average=power:0.7", "has an average of its own"),
+        ("train pretrain --out x --steps 5 --averages decay:0.9 decay:0.9", "averages need different names"),
+        ("train pretrain --out x --steps 5 --model gpt:2m", "unknown model 'gpt:2m'; did you mean gpt:1m?"),
+        ("train pretrain --out x --steps 5 --device cuda:77", "device 'cuda:77' cannot be used"),
+        ("train pretrain --out x --config nowhere.toml", "there is no file nowhere.toml"),
+        ("train pretrain --out x --steps 5 --log nothing", "invalid choice: 'nothing'"),
+        ("train sft --out x --steps 5", "model 'gpt:1m' has no chat template to fine-tune with"),
+        ("train sft --out x --steps 5 --model m --data nowhere.jsonl", "there is no file nowhere.jsonl"),
+        ("eval nowhere", "nowhere holds no checkpoint"),
+        ("eval nowhere --step x", "argument --step: invalid int value: 'x'"),
+        ("export nowhere there", "nowhere holds no checkpoint"),
+        ("doctor nowhere", "nowhere is not a folder"),
+        ("data x", "the following arguments are required: --data"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("paceline: ") and len(err.splitlines()) == 1
+    assert said in err
+
+
+def test_a_mistake_is_answered_before_torch_is_imported():
+    code = (
+        "import sys; from paceline.cli import main; "
+        "code = main(['train', 'pretrain', '--out', 'x', '--steps', '0']); "
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 False\n"
+
+
+# --- F10: settings at random ----------------------------------------------------------------------------
+
+FIELDS = [name for name in Run.__dataclass_fields__ if name != "task"]  # which has no flag
+NOT_FINITE = ("nan", "inf", "-inf", "1e400", "-1e400")
+WRONG = {  # as TOML
+    int: ("1.5", "'many'", "true", "[1]", "{a = 1}", "1979-05-27", "nan", "99999999999999999999", "''", "-3"),
+    float: ("'fast'", "true", "[0.1]", "{a = 1}", "07:32:00", "''", "-0.5", *NOT_FINITE),
+    bool: ("1", "'maybe'", "[true]", "0.0", "nan"),
+    str: ("1", "true", "['a']", "{a = 'b'}", "''", "nan"),
+    tuple: ("1", "[1]", "[['a']]", "true", "[true]", "{a = 'b'}", "['']"),
+}
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=12)
+
+
+def wrong_value(draw):
+    name = draw(st.sampled_from(FIELDS))
+    kind = config.kind_of(name)
+    kind = (
+        tuple if name in ("data", "held_out", "averages") else str if kind not in (int, float, bool) else kind
+    )
+    return f"{name} = {draw(st.sampled_from(WRONG[kind]))}"
+
+
+def unknown_key(draw):
+    key = draw(TEXTS.filter(lambda key: key not in FIELDS))
+    return f"{json.dumps(key)} = {draw(st.sampled_from(['1', 'true', '[]', '{}', chr(34) * 2]))}"
+
+
+def unknown_table(draw):
+    return f"[{draw(st.sampled_from(FIELDS))}]\nx = 1"
+
+
+def twice(draw):
+    name = draw(st.sampled_from(FIELDS))
+    return f"{name} = 1\n{name} = 2"
+
+
+def bad_spec(draw):
+    name = draw(st.sampled_from(["optimizer", "schedule", "averages"]))
+    spec = draw(
+        TEXTS
+        | st.builds(
+            "{}:{}={}".format,
+            st.sampled_from(["adamw", "pace", "sgd", "power", "wsd", "gpa"]),
+            st.sampled_from(["nothing", "betas", "decay", "lr", "steps", "__class__"]),
+            st.sampled_from(["nan", "-1", "1e400", "()", "x", "[[]]", "__import__('os')", "1,1", "0)(0"]),
+        )
+    )
+    return f"{name} = {json.dumps([spec] if name == 'averages' else spec)}"
+
+
+def garbage(draw):
+    return draw(TEXTS.filter(lambda text: text.strip() and not text.strip().startswith("#")))
+
+
+def no_budget(draw):
+    return "lr = 1e-3"
+
+
+def two_budgets(draw):
+    names = draw(st.lists(st.sampled_from(["tokens", "epochs", "chinchilla"]), min_size=1, unique=True))
+    return "\n".join(f"{name} = 5" for name in names)
+
+
+FAULTS = (wrong_value, unknown_key, unknown_table, twice, bad_spec, garbage, no_budget, two_budgets)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_settings_at_random_are_refused_in_one_line(data, tmp_path_factory):
+    fault = data.draw(st.sampled_from(FAULTS))
+    text = fault(data.draw)
+    given_budget = any(re.match(rf"{name}\s*=", text) for name in ("steps", "tokens", "epochs", "chinchilla"))
+    if fault not in (no_budget, unknown_table, garbage) and (fault is two_budgets or not given_budget):
+        text = f"steps = 3\n{text}"
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "run.toml").write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "build", no_building)
+        err = io.StringIO()
+        patch.setattr(sys, "stderr", err)
+        code = main(["train", "pretrain", "--out", str(folder / "run"), "--config", str(folder / "run.toml")])
+    said = err.getvalue()
+    assert code == 2, (text, said)
+    assert len(said.splitlines()) == 1 and said.startswith("paceline: ") and said[:-1].isprintable(), said
+    assert not (folder / "run").exists()
+
+
+def no_building(*args):
+    raise AssertionError("it went on to build a run")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8.2M", 8_200_000), ("1.005k", 1005), ("2B", 2 * 10**9), ("1e3", 1000), ("1_000", 1000)],
+)
+def test_counts_may_be_short(text, value):
+    assert config.make({"tokens": text}).tokens == value
+    assert config.make({"steps": 1, "seed": "9007199254740993"}).seed == 9007199254740993
+
+
+def test_flags_win_over_the_file(room, tmp_path, capsys):
+    (tmp_path / "run.toml").write_text(
+        'steps = 99\nlength = 16\naverages = ["power:0.5"]\nclip_norm = "none"\n'
+    )
+    options = cli._parse(["train", "pretrain", "--out", "x", "--config", str(tmp_path / "run.toml")])
+    assert cli._run_of(options) == Run(steps=99, length=16, averages=("power:0.5",), clip_norm=None)
+    options.steps = "3"
+    options.averages = []
+    assert cli._run_of(options) == Run(steps=3, length=16, clip_norm=None)
+
+
+# --- train ------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_what_it_does(room, trained, capsys):
+    records = list(read(trained / "records.jsonl"))
+    assert [record["kind"] for record in records] == ["run", *["step"] * 3, "evaluation"] * 1 + [
+        *["step"] * 3,
+        "evaluation",
+    ]
+    assert records[0]["config"]["optimizer"] == "pace:ema_power=0.5"
+    assert records[-1]["losses"]["held-out"].keys() == {"live", "average", "long"}
+    assert {record["kind"] for record in read(trained / "timing.jsonl")} == {"begin", "speed", "save"}
+
+
+def test_a_finished_run_is_left_alone(room, trained, capsys):
+    parts = [trained / "records.jsonl", *(trained / "checkpoints").glob("*/*")]
+    before = {path: path.read_bytes() for path in parts}
+    assert pretrain(room, trained, "--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9") == 0
+    said = capsys.readouterr().out
+    assert "6 steps of 32 tokens from step 6" in said and "done: " in said and "step 6:" not in said
+    assert all(path.read_bytes() == data for path, data in before.items())
+
+
+def test_a_changed_setting_is_refused(room, trained, capsys):
+    assert pretrain(room, trained, "--optimizer", "adamw") == 2
+    said = capsys.readouterr().err
+    assert "optimizer: 'pace:ema_power=0.5' → 'adamw'" in said and "averages: ['long=power:0.9'] → []" in said
+
+
+def test_a_run_can_be_made_longer(room, trained, tmp_path):
+    folder = shutil.copytree(trained, tmp_path / "longer")
+    more = ("--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9", "--steps", 8, "--keep", 5)
+    assert pretrain(room, folder, *more) == 0
+    assert [step for step, _ in checkpoint.all_of(folder / "checkpoints")] == [3, 6, 8]
+    steps = [record["step"] for record in read(folder / "records.jsonl") if record["kind"] == "step"]
+    assert steps == list(range(1, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["RUN@STEP", "folder"])
+def test_a_fork_goes_on_from_another_run_with_another_schedule(room, trained, tmp_path, name):
+    """Also where the folder's name has an @ in it."""
+    origin = shutil.copytree(trained, tmp_path / "me@work")
+    where = f"{origin}@3" if name == "RUN@STEP" else origin / "checkpoints" / "step-00000003"
+    more = ("--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9", "--schedule", "cosine")
+    folder = tmp_path / "forked"
+    assert (
+        pretrain(room, folder, *more, "--steps", 9, "--fork", where, "--checkpoint-every", 1, "--keep", 9)
+        == 0
+    )
+    steps = [record for record in read(folder / "records.jsonl") if record["kind"] == "step"]
+    assert [step["step"] for step in steps] == [4, 5, 6, 7, 8, 9]
+    rates = [1e-3 * (0.5 + 0.5 * math.cos(math.pi * k / 9)) for k in range(3, 9)]
+    assert [step["lr"] for step in steps] == pytest.approx(rates)
+    # The first step has the batch and the weights that the other run's had, and so its loss.
+    theirs = next(r for r in read(origin / "records.jsonl") if r["kind"] == "step" and r["step"] == 4)
+    assert steps[0]["loss"] == theirs["loss"] and steps[0]["grad_norm"] == theirs["grad_norm"]
+    state = checkpoint.load(folder / "checkpoints" / "step-00000004")
+    assert {entry["step"].item() for entry in state["optimizer"].values() if "step" in entry} == {4}
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("{}@4", "has checkpoints of the steps [3, 6]"), ("{}@6", "is of step 6; this run ends at step 6")],
+)
+def test_a_fork_that_cannot_be(room, trained, tmp_path, where, said, capsys):
+    assert pretrain(room, tmp_path / "forked", "--fork", where.format(trained)) == 2
+    assert said in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_there_is_a_bar(room, tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    assert pretrain(room, tmp_path / "run", "--optimizer", "adamw") == 0
+    assert "6/6" in screen.getvalue() and "step 3: held-out: live " in screen.getvalue()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_what_is_not_installed_is_said(room, tmp_path, name, capsys):
+    if name in sys.modules or shutil.which(name):
+        pytest.skip("installed")
+    assert pretrain(room, tmp_path / "run", "--log", name) == 2
+    assert f"--log {name} needs its package: pip install {name}" in capsys.readouterr().err
+
+
+# --- eval -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [None, "live", "average", "long"])
+@pytest.mark.parametrize("step", [3, 6])
+def test_eval_finds_the_losses_of_the_run(trained, weights, step, capsys):
+    words = ["--weights", weights] if weights else []
+    assert main(["eval", str(trained), "--step", str(step), *words]) == 0
+    said = capsys.readouterr().out
+    name, loss = re.fullmatch(r"held-out, (\w+): ([\d.]+) nats a token\n", said).groups()
+    assert name == (weights or "average")
+    recorded = next(record for record in losses_of(trained) if record["step"] == step)
+    assert float(loss) == pytest.approx(recorded["losses"]["held-out"][name], abs=1e-6)
+
+
+def test_eval_of_one_checkpoint(trained, capsys):
+    assert main(["eval", str(trained / "checkpoints" / "step-00000003")]) == 0
+    loss = losses_of(trained)[0]["losses"]["held-out"]["average"]
+    assert f"average: {loss:.6f}" in capsys.readouterr().out
+
+
+def test_eval_of_what_is_not_there(trained, capsys):
+    assert main(["eval", str(trained), "--weights", "avrage"]) == 2
+    assert "keeps no 'avrage' (did you mean average?); it has: live, average, long" in capsys.readouterr().err
+    assert main(["eval", str(trained), "--step", "4"]) == 2
+    assert "has no checkpoint of step 4; there are: [3, 6]" in capsys.readouterr().err
+
+
+# --- export -----------------------------------------------------------------------------------------
+
+
+def loss_of_transformers(folder, samples):
+    """The mean loss of a folder in plain transformers, example by example."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for number in range(len(samples)):
+        tokens, targets, positions = samples.batch([number])
+        starts = [0] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
+            with torch.no_grad():
+                logits = model(tokens[:, start:end]).logits[0].double()
+            total += F.cross_entropy(
+                logits, targets[0, start:end], ignore_index=IGNORED, reduction="sum"
+            ).item()
+            count += (targets[0, start:end] != IGNORED).sum().item()
+    return total / count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["live", "average"])
+@pytest.mark.parametrize("kind", ["trained", "tuned"])
+def test_an_exported_model_has_the_loss_of_the_run(kind, weights, request, tmp_path, capsys):
+    run = request.getfixturevalue(kind)
+    capsys.readouterr()
+    assert main(["export", str(run), str(tmp_path / "model"), "--weights", weights]) == 0
+    assert f"wrote the {weights} weights of step 6 to" in capsys.readouterr().out
+    job, _ = restored(run)
+    found = loss_of_transformers(tmp_path / "model", job.trainee.held_out["held-out"])
+    assert found == pytest.approx(losses_of(run)[-1]["losses"]["held-out"][weights], abs=1e-5)
+    assert json.loads((tmp_path / "model" / "paceline.json").read_text())["weights"] == weights
+
+
+def test_nothing_is_exported_over_what_is_there(trained, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    assert main(["export", str(trained), str(tmp_path / "model")]) == 2
+    assert f"{tmp_path / 'model'} exists already" in capsys.readouterr().err
+
+
+def test_an_exported_model_can_be_trained_on(room, trained, tmp_path):
+    """A folder of transformers in, with its own tokenizer."""
+    assert main(["export", str(trained), str(tmp_path / "model")]) == 0
+    words = ["train", "pretrain", "--out", tmp_path / "run", "--data", room / "text.txt", "--length", 16]
+    words += ["--model", tmp_path / "model", *COMMON]
+    assert main([str(word) for word in words]) == 0
+    first = losses_of(tmp_path / "run")[0]["losses"]["held-out"]["live"]
+    assert first < losses_of(trained)[0]["losses"]["held-out"]["live"]
+
+
+# --- doctor -----------------------------------------------------------------------------------------
+
+
+def doctor(folder, capsys):
+    capsys.readouterr()
+    code = main(["doctor", str(folder)])
+    return code, capsys.readouterr().out
+
+
+def test_doctor_on_a_run(trained, capsys):
+    code, said = doctor(trained, capsys)
+    assert code == 0 and said.count("whole; step") == 2 and "NOT" not in said
+    assert "step 6 of a pretrain run of gpt:0.3m with pace:ema_power=0.5" in said
+    assert "returned by this run: average" in said and "averages as NAME.average" in said
+    loss = min(record["losses"]["held-out"]["average"] for record in losses_of(trained))
+    assert f"best held-out loss so far: {loss:.4f}" in said
+
+
+def test_doctor_on_a_checkpoint_whole_and_damaged(trained, tmp_path, capsys):
+    folder = shutil.copytree(trained, tmp_path / "run")
+    newest = folder / "checkpoints" / "step-00000006"
+    assert doctor(newest, capsys)[0] == 0
+    with (newest / "optimizer.safetensors").open("ab") as file:
+        file.write(b"x")
+    code, said = doctor(newest, capsys)
+    assert code == 1 and "step-00000006: NOT whole" in said and "optimizer.safetensors has" in said
+    code, said = doctor(folder, capsys)
+    assert code == 1 and "step-00000003: whole" in said and "step-00000006: NOT whole" in said
+    (newest / "manifest.json").unlink()
+    code, said = doctor(newest, capsys)
+    assert code == 1 and "manifest.json is missing" in said
+
+
+def test_doctor_on_an_exported_model_whole_and_damaged(trained, tmp_path, capsys):
+    folder = tmp_path / "model"
+    assert main(["export", str(trained), str(folder)]) == 0
+    code, said = doctor(folder, capsys)
+    assert code == 0 and "exported by paceline: the average weights of step 6" in said
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    code, said = doctor(folder, capsys)
+    assert code == 1 and "NOT whole" in said and "the content of model.safetensors" in said
+    for text in ("", "[]", "{}", '{"files": []}'):
+        (folder / "paceline.json").write_text(text)
+        assert doctor(folder, capsys)[0] == 1
+    (folder / "paceline.json").unlink()
+    code, said = doctor(folder, capsys)
+    assert code == 0 and "weights of another origin" in said
+
+
+def test_doctor_on_nothing(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "holds no run, checkpoint or model" in capsys.readouterr().err
+
+
+# --- data -------------------------------------------------------------------------------------------
+
+
+def test_data_are_prepared_once_and_trained_on(room, tmp_path, capsys):
+    folder, text = tmp_path / "shards", str(room / "text.txt")
+    assert main(["data", str(folder), "--data", text, "--tokenizer", "bpe:300"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"train: \d+ documents, [\d,]+ tokens of 300\nheld-out: \d+ documents", said)
+    content = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
+    assert main(["data", str(folder), "--data", text, "--tokenizer", "bpe:300"]) == 0
+    assert content == {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
+    words = ["train", "pretrain", "--out", tmp_path / "run", "--data", folder, "--model", "gpt:0.3m"]
+    assert main([str(word) for word in (*words, "--length", 16, *COMMON)]) == 0
+    ours, theirs = (next(read(f / "records.jsonl"))["data"] for f in (tmp_path / "run", room / "run"))
+    assert ours == theirs
+
+
+def test_data_of_another_tokenizer_are_not_for_a_pretrained_model(room, tuned, tmp_path, capsys):
+    assert (
+        main(["data", str(tmp_path / "shards"), "--data", str(room / "text.txt"), "--tokenizer", "bpe:280"])
+        == 0
+    )
+    words = [
+        "train",
+        "pretrain",
+        "--out",
+        tmp_path / "run",
+        "--model",
+        room / "model",
+        "--length",
+        16,
+        *COMMON,
+    ]
+    assert main([str(word) for word in (*words, "--data", tmp_path / "shards")]) == 2
+    assert "was prepared with another tokenizer than the model's" in capsys.readouterr().err
+
+
+# --- As a process -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_real_command_and_the_same_one_goes_on(room, tmp_path):
+    words = [sys.executable, "-m", "paceline.cli", "train", "pretrain", "--out", tmp_path / "run"]
+    words += ["--data", room / "text.txt", "--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", 16]
+    words += [*COMMON, "--steps", "100000", "--checkpoint-every", "2"]
+    command = [str(word) for word in words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not any(Path(tmp_path).glob("run/checkpoints/step-*")):
+        assert time.monotonic() < end and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.fullmatch(
+        r"paceline: stopped by SIGINT after step \d+, and saved; the same command goes on\n", err
+    )
+    assert "129,312 parameters, 100000 steps of 32 tokens" in out
