@@ -133,6 +133,8 @@ def test_the_examples_of_the_help_are_right(command):
             "the learning rate is a setting of the run",
         ),
         ("train pretrain --out x --steps 5 --optimizer adamw --telemetry-every 2", "pulls nothing"),
+        ("train pretrain --out x --steps 5 --optimizer adamw:betas=()", "adamw: tuple index out of range"),
+        ("train pretrain --out x --steps 5 --optimizer schedule_free:r=x", "unsupported operand"),
         (
             "train pretrain --out x --steps 5 --schedule cosin",
             "schedule 'cosin' is unknown (did you mean cosine?)",

@@ -24,6 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
+from paceline.experiments import records
 from paceline.experiments.config import Run
 from paceline.experiments.run import execute
 from paceline.lm import checkpoint, files
@@ -210,6 +211,7 @@ def campaign(
 ) -> Tally:
     """Trials of all runs in turn until there were that many kills."""
     torch.set_num_threads(1)  # a pool of threads would not survive a fork
+    records.environment()  # known to all children from here on, though somebody may commit meanwhile
     chance, tally = random.Random(seed), Tally()
     with tempfile.TemporaryDirectory() as room:
         expected = {}

@@ -321,6 +321,27 @@ def test_what_was_being_replaced_comes_back(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """So that a power cut leaves no checkpoint that is one by name only."""
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor):
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))  # noqa: PTH115, PTH119
+        fsync(descriptor)
+
+    def watched_replace(source, target):
+        calls.append("renamed")
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "fsync", watched_fsync)
+    monkeypatch.setattr(files.os, "replace", watched_replace)
+    folder = saved(tmp_path / "root", live={"w": torch.ones(1)})
+    at = calls.index("renamed")
+    assert set(calls[: at - 1]) == {path.name for path in folder.iterdir()}
+    assert calls[at - 1].startswith(".tmp-") and calls[at + 1 :] == ["root"]
+
+
 # --- Manifests that lie -------------------------------------------------------------------------------
 
 LISTED = ["live.safetensors", "optimizer.safetensors", "state.json", "state.safetensors"]

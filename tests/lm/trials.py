@@ -11,6 +11,7 @@ import functools
 import importlib
 import itertools
 import json
+import multiprocessing.util
 import os
 import pickle
 import resource
@@ -40,7 +41,9 @@ def serve():
     import paceline.experiments.display
     import paceline.experiments.returned
     import paceline.lm.pretrained  # noqa: F401
+    from paceline.experiments import records
 
+    records._commit = lambda: None  # somebody may commit while the tests run
     importlib.import_module("kills")
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -137,7 +140,9 @@ def command(words, *faults):
 
     for fault in faults:
         fault()
-    return main(words)
+    code = main(words)
+    multiprocessing.util._exit_function()  # as at the end of any process: it waits for readers of data
+    return code
 
 
 def kill(folder, names, count, seed, **settings):
