@@ -162,6 +162,14 @@ def test_a_trainer_killed_inside_a_save_goes_on(attempt, expected, runs, tmp_pat
     assert killed > len(points) // 2
 
 
+def test_a_trainer_killed_after_its_last_save_leaves_no_old_checkpoint(attempt, expected):
+    kill = partial(before, "paceline.lm.checkpoint:prune", (4,), send, signal.SIGKILL)  # 0, 2, 4, 6
+    assert attempt(kill).code == -signal.SIGKILL
+    assert [step for step, _ in checkpoint.all_of(attempt.folder / "checkpoints")] == [4, 6]
+    assert attempt().code == 0
+    assert not differences(attempt.folder, expected["pretrain"])
+
+
 # --- F3: signals ------------------------------------------------------------------------------------
 
 
@@ -518,8 +526,9 @@ def test_damaged_shards_are_named(attempt, runs, shards, tmp_path, harm, words):
     folder = shutil.copytree(shards, tmp_path / "shards")
     harm(folder)
     run = dataclasses.replace(runs["pretrain"], data=(str(folder),), tokenizer="auto")
-    trial = attempt(run=run)
-    assert trial.code == 1 and re.search(words, trial.text()), trial.text()
+    for workers in (0, 1):
+        trial = attempt(run=dataclasses.replace(run, workers=workers))
+        assert trial.code == 1 and re.search(words, trial.text()), trial.text()
 
 
 @pytest.mark.parametrize(
@@ -545,8 +554,9 @@ def test_a_killed_reader_of_data_ends_the_run_and_it_goes_on(attempt, expected, 
     trial.until(lambda: (attempt.folder / "checkpoints" / "step-00000002").exists())
     children = Path(f"/proc/{trial.pid}/task/{trial.pid}/children").read_text().split()
     os.kill(int(children[0]), signal.SIGKILL)
-    assert trial.wait() == 1 and "is killed by signal: Killed" in trial.text()
-    assert "Traceback" not in trial.text()
+    # torch raises its error wherever the trainer is at that moment, in one of several wordings.
+    assert trial.wait() == 1, trial.text()
+    assert re.search("DataLoader worker|a process that reads data ahead failed", trial.text()), trial.text()
     assert attempt(run=run).code == 0
     ours, theirs = (list(read(f / "records.jsonl"))[1:] for f in (attempt.folder, expected["pretrain"]))
     assert ours == theirs
@@ -560,7 +570,8 @@ def test_a_source_that_hangs_does_not_hang_the_run(attempt, runs):
         partial(trials.impatient, 1.0),
         run=run,
     )
-    assert trial.code == 1 and "DataLoader timed out after 1" in trial.text()
+    assert trial.code == 1
+    assert "a process that reads data ahead failed: DataLoader timed out after 1" in trial.text()
     assert time.monotonic() - began < 45
 
 

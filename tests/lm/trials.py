@@ -1,7 +1,7 @@
 """Work in processes of their own, to be killed, starved and lied to.
 
-They are forked from a server that has imported everything and computed nothing: a fork of a process whose
-torch has used its threads already may hang in its first matrix product.
+They are forked from a server that has imported everything, and computed with one thread only: a fork of a
+process whose torch has a pool of threads, such as that of the tests, may hang in its first matrix product.
 """
 
 import atexit
@@ -18,6 +18,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -46,6 +47,7 @@ def serve():
     records._commit = lambda: None  # somebody may commit while the tests run
     importlib.import_module("kills")
     torch.set_num_threads(1)
+    _warm_up()
     for line in sys.stdin:
         asked = json.loads(line)
         if "wait" in asked:
@@ -54,6 +56,24 @@ def serve():
         elif not (answer := os.fork()):
             _be_the_child(asked)
         print(json.dumps(answer), flush=True)
+
+
+def _warm_up():
+    """What is done at a first step only is done once, for all."""
+    from tiny import write_text
+
+    from paceline.experiments.config import Run
+
+    with tempfile.TemporaryDirectory() as room:
+        os.environ["PACELINE_CACHE"] = f"{room}/cache"
+        data = (str(write_text(Path(room) / "text.txt", paragraphs=120)),)
+        run = Run(
+            data=data, model="gpt:0.3m", tokenizer="bpe:300", length=16, batch_size=2, steps=1, dropout=0.1
+        )
+        for _ in importlib.import_module("paceline.experiments.run").execute(
+            run, Path(room), lambda text: None
+        ):
+            pass
 
 
 def _be_the_child(asked):
@@ -85,7 +105,8 @@ def _server():
         [sys.executable, "-c", "import trials; trials.serve()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
         text=True,
     )
     atexit.register(server.stdin.close)  # its end

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -218,6 +219,7 @@ def _is_named(text: str) -> bool:
 # --- From files and flags ---------------------------------------------------------------------------
 
 
+@cache
 def documentation() -> dict[str, str]:
     """The text under each field of `Run`."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(Run))).body[0]
@@ -261,6 +263,7 @@ def as_mapping(run: Run) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(run).items()}
 
 
+@cache
 def kind_of(name: str) -> Any:
     """The type of a setting without None, and whether None is allowed."""
     kind = get_type_hints(Run)[name]

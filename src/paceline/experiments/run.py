@@ -186,6 +186,7 @@ class _Running:
     def go_on(self) -> Iterator[Event]:
         plan, progress = self.job.plan, self.progress
         every = self.run.checkpoint_every or plan.evaluate_every
+        yield from self._prune()  # of a run that was killed after its last checkpoint
         with interrupts() as asked:
             began = time.perf_counter()
             for record in train(self.job.trainee, plan, progress, lambda: asked() != 0):
@@ -216,7 +217,7 @@ class _Running:
 
     def _save(self) -> Iterator[Event]:
         """Write a checkpoint, unless there is one already; a disk that fails once may work again."""
-        progress, job, checkpoints = self.progress, self.job, self.folder / "checkpoints"
+        progress, job = self.progress, self.job
         if self.saved_at == (progress.step, progress.evaluated):
             return
         assert self.records is not None and self.timing is not None
@@ -233,7 +234,7 @@ class _Running:
         for last in (False, False, True):
             try:
                 facts["records"] = self.records.position()
-                path = checkpoint.save(checkpoints, progress.step, state, facts)
+                path = checkpoint.save(self.folder / "checkpoints", progress.step, state, facts)
                 break
             except OSError as error:
                 if last:
@@ -241,14 +242,19 @@ class _Running:
                 yield Notice(text=f"could not save: {error}; trying again")
                 time.sleep(1)
         self.saved_at = progress.step, progress.evaluated
-        best = self.best["step"] if self.best else None
-        try:
-            checkpoint.prune(checkpoints, up_to=progress.step, keep=self.run.keep, best=best)
-        except OSError as error:
-            yield Notice(text=f"could not remove an old checkpoint: {error}")
+        yield from self._prune()
         seconds = time.monotonic() - began
         self.timing.write("save", {"time": time.time(), "step": progress.step, "seconds": seconds})
         yield Saved(step=progress.step, folder=path, seconds=seconds)
+
+    def _prune(self) -> Iterator[Event]:
+        best = self.best["step"] if self.best else None
+        try:
+            checkpoint.prune(
+                self.folder / "checkpoints", up_to=self.progress.step, keep=self.run.keep, best=best
+            )
+        except OSError as error:
+            yield Notice(text=f"could not remove an old checkpoint: {error}")
 
     def close(self) -> None:
         """Write what is known, and end."""

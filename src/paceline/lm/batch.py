@@ -159,6 +159,9 @@ def load(
                 generator=torch.Generator(),  # else it would draw from the one that dropout uses
                 worker_init_fn=partial(_read_on, ending),
             )
+        except Exception as error:
+            why = (str(error).strip() or repr(error)).splitlines()[-1]  # below the traceback of a worker
+            raise RuntimeError(f"a process that reads data ahead failed: {why}") from error
         finally:
             ending.value = 1
         return

@@ -17,8 +17,8 @@ def explain_memory(error: BaseException) -> str | None:
         free = re.search(r"of which ([\d.]+ \w+) is free", text)
         needed = f"{asked[1]} more were needed" if asked else "more was needed"
         return f"the GPU's memory is full: {needed}{f', {free[1]} are free' if free else ''}; {_HELP}"
-    asked = re.search(r"you tried to allocate (\d+) bytes", text)
-    if isinstance(error, MemoryError) or asked:
+    asked = re.search(r"(?:you tried to allocate|unable to mmap) (\d+) bytes", text)
+    if isinstance(error, MemoryError) or asked or "Cannot allocate memory" in text:
         needed = f"{int(asked[1]):,} bytes more were needed" if asked else "more was needed"
         return f"memory is full: {needed}{_free()}; {_HELP}"
     return None
