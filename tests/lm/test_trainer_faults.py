@@ -202,7 +202,7 @@ def test_a_second_signal_ends_it_at_once_and_harms_nothing(attempt, expected):
     """Sent a while after the first, inside the save that the first one asked for."""
     trial = attempt(
         partial(before, STEP, (3,), send, signal.SIGTERM),
-        partial(before, SAVE, (5,), partial(send, pause=0.4), signal.SIGTERM, signal.SIGINT),
+        partial(before, SAVE, (5,), partial(send, pause=0.7), signal.SIGTERM, signal.SIGINT),
     )
     assert trial.code == 130 and "saved" not in trial.text()
     assert newest_of(attempt.folder) == 2 and len(temporary_in(attempt.folder)) == 1

@@ -298,7 +298,7 @@ def interrupts() -> Iterator[Callable[[], int]]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked, since
-        if asked and time.monotonic() - since > 0.3:
+        if asked and time.monotonic() - since > 0.5:
             os._exit(128 + number)
         if not asked:
             asked, since = number, time.monotonic()
