@@ -241,6 +241,16 @@ def test_a_checkpoint_of_another_model_is_refused(change, words):
         checkpoint.restore(model, optimizer, state)
 
 
+def test_a_checkpoint_of_another_optimizer_is_refused():
+    model = Tied()
+    optimizer = torch.optim.AdamW([model.first.weight])
+    state = checkpoint.collect(model, optimizer)
+    for entries in ({"first.weight": {"z": torch.ones(3, 3)}}, {"first.weight": 5}):
+        state["optimizer"] = entries
+        with pytest.raises(ValueError, match="the checkpoint is of another optimizer than this one"):
+            checkpoint.restore(model, optimizer, state)
+
+
 # --- Which ones there are -----------------------------------------------------------------------------
 
 

@@ -77,7 +77,10 @@ def restore(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) ->
         tensor.copy_(saved["live"][name])
     numbers = {name: i for i, name in enumerate(_names(model, optimizer))}
     entries = {numbers.get(name, name): entry for name, entry in saved["optimizer"].items()}
-    optimizer.load_state_dict({"state": entries, "param_groups": saved["state"]["groups"]})
+    try:
+        optimizer.load_state_dict({"state": entries, "param_groups": saved["state"]["groups"]})
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the checkpoint is of another optimizer than this one: {error!r}") from error
 
 
 def restore_random(saved: Mapping[str, Any]) -> None:
