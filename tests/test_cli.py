@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import write_chats, write_model, write_text
+from tiny import TEMPLATE, write_chats, write_model, write_text
 from torch.nn import functional as F
 
 from paceline import cli
@@ -67,6 +67,28 @@ def tuned(room):
     words = ["train", "sft", "--out", room / "sft", "--data", room / "chats.jsonl", "--model", room / "model"]
     assert main([str(word) for word in (*words, "--length", 64, *COMMON)]) == 0
     return room / "sft"
+
+
+def test_a_chat_template_of_the_own(room, tuned, tmp_path):
+    template = TEMPLATE.replace("<|im_end|>", "!<|im_end|>")
+    (tmp_path / "shout.jinja").write_text(template, encoding="utf-8")
+    words = [
+        "train",
+        "sft",
+        "--out",
+        tmp_path / "run",
+        "--data",
+        room / "chats.jsonl",
+        "--model",
+        room / "model",
+    ]
+    words += ["--length", 64, "--chat-template", tmp_path / "shout.jinja", *COMMON]
+    assert main([str(word) for word in words]) == 0
+    about, usual = (next(read(run / "records.jsonl"))["data"] for run in (tmp_path / "run", tuned))
+    assert about["fingerprint"] != usual["fingerprint"]
+    assert about["chat"]["tokens"] > usual["chat"]["tokens"]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "chat_template.jinja").read_text(encoding="utf-8") == template
 
 
 def losses_of(folder):

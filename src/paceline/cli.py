@@ -40,6 +40,16 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     try:
+        return _answer(arguments)
+    except (
+        RuntimeError
+    ) as error:  # torch's handler of SIGCHLD raises anywhere, also while an error is reported
+        return _fail(error, 1)
+
+
+def _answer(arguments: Sequence[str] | None) -> int:
+    """Run the command; its errors in one line."""
+    try:
         options = _parse(sys.argv[1:] if arguments is None else list(arguments))
         code: int = options.command(options)
         return code
