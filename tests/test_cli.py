@@ -324,7 +324,7 @@ def test_a_run_says_what_it_does(room, trained, capsys):
     ]
     assert records[0]["config"]["optimizer"] == "pace:ema_power=0.5"
     assert records[-1]["losses"]["held-out"].keys() == {"live", "average", "long"}
-    assert {record["kind"] for record in read(trained / "timing.jsonl")} == {"begin", "speed", "save"}
+    assert {record["kind"] for record in read(trained / "timing.jsonl")} == {"begin", "speed", "save", "end"}
 
 
 def test_a_finished_run_is_left_alone(room, trained, capsys):
@@ -600,3 +600,96 @@ def test_ctrl_c_ends_a_real_command_and_the_same_one_goes_on(room, tmp_path):
         r"paceline: stopped by SIGINT after step \d+, and saved; the same command goes on\n", err
     )
     assert "129,312 parameters, 100000 steps of 32 tokens" in out
+
+
+# --- Which tokenizer ------------------------------------------------------------------------------------
+
+
+def change_words(path):
+    path.write_text(path.read_text(encoding="utf-8").replace("average", "otherwise"), encoding="utf-8")
+
+
+def test_an_export_has_the_tokenizer_of_its_run_whatever_became_of_the_data(room, tmp_path):
+    text = write_text(tmp_path / "text.txt", paragraphs=120)
+    assert pretrain(tmp_path, tmp_path / "run") == 0
+    exported = []
+    for change in (lambda path: None, change_words, Path.unlink):
+        change(text)
+        exported.append(tmp_path / f"model-{len(exported)}")
+        assert main(["export", str(tmp_path / "run"), str(exported[-1])]) == 0
+    contents = [{p.name: p.read_bytes() for p in folder.iterdir()} for folder in exported]
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_a_fork_to_another_tokenizer_is_refused(room, trained, tmp_path, capsys):
+    change_words(write_text(tmp_path / "text.txt", paragraphs=120))
+    other = ["--fork", str(trained), "--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9"]
+    assert pretrain(tmp_path, tmp_path / "run", *other, "--steps", "9") == 2
+    assert "another tokenizer" in capsys.readouterr().err
+    kept = ["--tokenizer", str(trained / "tokenizer")]
+    assert pretrain(tmp_path, tmp_path / "run", *other, *kept, "--steps", "9") == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "schedule_free"])
+def test_a_fork_with_the_same_settings_is_the_run_that_goes_on(room, tmp_path, optimizer):
+    for name, steps, more in (("a", 4, []), ("b", 8, ["--fork", str(tmp_path / "a")]), ("c", 8, [])):
+        words = ["--optimizer", optimizer, "--steps", str(steps), "--evaluate-every", "4", "--warmup", "0"]
+        assert pretrain(room, tmp_path / name, *words, *more) == 0
+    states = [checkpoint.load(tmp_path / name / "checkpoints" / "step-00000008") for name in "bc"]
+    assert states[0]["facts"]["progress"]["step"] == 8
+    assert repr(states[0]["state"]["groups"]) == repr(states[1]["state"]["groups"])
+    for part in ("live", "optimizer"):
+        assert repr(states[0][part]) == repr(states[1][part])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokenizer", "bpe:300"], "has a tokenizer of its own"),
+        (["--length", "65536"], "positions"),
+    ],
+)
+def test_what_a_pretrained_model_has_not_is_refused(room, tuned, tmp_path, words, said, capsys):
+    begin = [
+        "train",
+        "sft",
+        "--out",
+        tmp_path / "run",
+        "--data",
+        room / "chats.jsonl",
+        "--model",
+        room / "model",
+    ]
+    assert main([str(word) for word in (*begin, *COMMON, *words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_prepared_tokens_keep_their_tokenizer(room, tmp_path, capsys):
+    begin = ["data", str(tmp_path / "shards"), "--data", str(room / "text.txt"), "--tokenizer"]
+    assert main([*begin, "bpe:300"]) == 0
+    assert main([*begin, "bpe:300"]) == 0
+    assert main([*begin, "bpe:310"]) == 2
+    train = ["train", "pretrain", "--out", str(tmp_path / "run"), "--data", str(tmp_path / "shards")]
+    train += ["--model", "gpt:0.3m", "--length", "16", *COMMON]
+    assert main([*train, "--tokenizer", "bpe:300"]) == 2
+    assert main(train) == 0
+    said = capsys.readouterr().err
+    assert "tokens of another tokenizer than bpe:310" in said and "leave out tokenizer" in said
+
+
+def test_records_without_their_checkpoints_are_not_overwritten(room, tmp_path, capsys):
+    assert pretrain(room, tmp_path / "run") == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = (tmp_path / "run" / "records.jsonl").read_bytes()
+    assert pretrain(room, tmp_path / "run") == 2
+    assert "records of a run without its checkpoints" in capsys.readouterr().err
+    assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
+
+
+def test_the_best_checkpoint_is_one_that_is_kept(room, tmp_path, capsys):
+    assert (
+        pretrain(room, tmp_path / "run", "--evaluate-every", "2", "--checkpoint-every", "5", "--keep", "1")
+        == 0
+    )
+    assert main(["doctor", str(tmp_path / "run")]) == 0
+    assert "best held-out loss so far" in (said := capsys.readouterr().out) and "at step 6" in said

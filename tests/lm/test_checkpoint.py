@@ -19,6 +19,7 @@ from paceline.experiments import methods
 from paceline.experiments.config import Run
 from paceline.lm import checkpoint, files
 from paceline.lm.checkpoint import Damaged
+from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.gpt import GPT
 from paceline.lm.loop import Progress, Trainee, train
 
@@ -113,7 +114,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path, state, error, wor
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match="w has values that are not finite at step 3; nothing was saved"):
+    with pytest.raises(NotFiniteError, match="w has values that are not finite at step 3; nothing was saved"):
         saved(tmp_path, live={"w": torch.tensor([1.0, math.nan])})
     assert list(tmp_path.iterdir()) == []
 

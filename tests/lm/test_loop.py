@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from paceline import PACE, Averages, PowerLaw, averaged_weights
 from paceline.lm.batch import IGNORED, Batch, numbers_at
-from paceline.lm.evaluate import held_out_loss
+from paceline.lm.evaluate import NotFiniteError, held_out_loss
 from paceline.lm.gpt import GPT, GPTShape
-from paceline.lm.loop import Evaluation, NotFiniteError, Plan, Progress, Step, Trainee, train
+from paceline.lm.loop import Evaluation, Plan, Progress, Step, Trainee, train
 from paceline.optim import schedules
 
 SHAPE = GPTShape(vocabulary=50, length=16, width=32, layers=2, heads=2)

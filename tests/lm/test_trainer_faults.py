@@ -459,6 +459,19 @@ def test_steps_left_out_change_nothing_and_are_counted(attempt, runs):
             assert (attempt.folder / name).read_bytes() == (attempt.folder / before_it).read_bytes()
 
 
+def test_readings_of_the_pull_are_the_same_after_a_step_left_out(attempt, runs, tmp_path):
+    """The probe counts updates, not steps: it is then out of step with the loop, interrupted or not."""
+    run = dataclasses.replace(runs["pretrain"], skip_nonfinite=1, steps=9, optimizer="pace")
+    spoiled = partial(after, STEP, (2,), trials.spoil)
+    assert attempt(spoiled, run=run, folder=tmp_path / "whole").code == 0
+    assert attempt(spoiled, partial(before, STEP, (5,), send, signal.SIGTERM), run=run).code == 143
+    assert attempt(partial(before, STEP, (2,), send, signal.SIGTERM), run=run).code == 143
+    assert attempt(run=run).code == 0
+    assert not differences(attempt.folder, tmp_path / "whole")
+    told = read(attempt.folder / "records.jsonl")
+    assert [record["step"] for record in told if record["kind"] == "telemetry"] == [3, 5, 7, 9]
+
+
 def test_too_many_steps_left_out_end_the_run(attempt, runs):
     run = dataclasses.replace(runs["pretrain"], skip_nonfinite=2)
     trial = attempt(partial(after, STEP, EVERY, trials.spoil), run=run)

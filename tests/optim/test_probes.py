@@ -473,11 +473,10 @@ def test_readings_are_lazy_and_do_not_change():
     assert telemetry.last is telemetry.history[-1]
 
 
-def test_history_is_bounded(monkeypatch):
-    monkeypatch.setattr(probes, "HISTORY", 4)
+def test_history_is_bounded():
     parameters = make_parameters()
     optimizer = pace(parameters)
-    telemetry = probe(optimizer, every=1)
+    telemetry = probe(optimizer, every=1, keep=4)
     advance(optimizer, parameters, make_gradients(9))
     assert [reading.t for reading in telemetry.history] == [6, 7, 8, 9]
 
@@ -654,10 +653,11 @@ def test_flat_names():
     assert {entry.name for entry in fields(Figures)} == {"saturated", "gain", "ratio", *plain}
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "10", None])
-def test_every_is_checked(every):
-    with pytest.raises(ValueError, match=r"Invalid every value: .*; allowed: an integer >= 1"):
-        probe(PACE(make_parameters()), every=every)
+@pytest.mark.parametrize("name", ["every", "keep"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "10", None])
+def test_every_and_keep_are_checked(name, value):
+    with pytest.raises(ValueError, match=rf"Invalid {name} value: .*; allowed: an integer >= 1"):
+        probe(PACE(make_parameters()), **{name: value})
 
 
 def test_other_optimizers_are_refused():

@@ -29,8 +29,8 @@ class Job:
     """The name of the weights that are returned."""
     facts: dict[str, Any]
     """What the records say of data and model."""
-    export: Callable[[Path], object]
-    """Write the weights that the parameters hold to a folder that transformers loads."""
+    save_tokenizer: Callable[[Path], object]
+    """Write what turns text into tokens to a folder: an export needs it, and data may change or go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class _Material:
     samples: Samples
     held_out: Samples
     model: nn.Module
-    export: Callable[[Path], object]
+    save_tokenizer: Callable[[Path], object]
     about: dict[str, Any]
 
 
@@ -74,7 +74,9 @@ def build(run: Run, tell: data.Tell) -> Job:
         **material.about,
     }
     facts = {"data": about, "parameters": sum(p.numel() for p in model.parameters()), "steps": plan.steps}
-    return Job(trainee=trainee, plan=plan, returned=returned, facts=facts, export=material.export)
+    return Job(
+        trainee=trainee, plan=plan, returned=returned, facts=facts, save_tokenizer=material.save_tokenizer
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -92,13 +94,14 @@ def _device(name: str) -> torch.device:
 
 
 def _pretrain(run: Run, tell: data.Tell) -> _Material:
-    from paceline.lm.pretrained import export_folder
     from paceline.lm.vocabulary import vocabulary_of
 
-    own = run.model.startswith("gpt:") or run.model == "gpt2"
+    own = _is_own(run)
     model: nn.Module | None = None
     saver: Any = None
     tokenizer: Any = run.tokenizer
+    if run.chat_template is not None:
+        raise ConfigError("chat_template is for sft; pretraining has no conversations")
     if own:
         try:
             shape_of(run.model, 50257, run.length)  # a wrong name shows before data are prepared
@@ -109,28 +112,28 @@ def _pretrain(run: Run, tell: data.Tell) -> _Material:
             raise ConfigError(f"{run.model} has a tokenizer of its own; leave out tokenizer")
         model, saver = _pretrained(run)
         tokenizer = vocabulary_of(saver)
-    elif tokenizer == "auto":
-        tokenizer = "gpt2" if run.model == "gpt2" else "bpe:2048"
-    text = data.prepare_text(run.data, run.held_out, tokenizer, tell)
+    text = data.prepare_text(
+        run.data, run.held_out, tokenizer, "gpt2" if run.model == "gpt2" else "bpe:2048", tell
+    )
     if model is None:
-        shape = shape_of(run.model, text.vocabulary.size, run.length)
-        # Rows of the embedding that no token uses: GPUs multiply odd sizes at half the speed.
-        shape = replace(shape, dropout=run.dropout, vocabulary_multiple=64)
-        model = GPT(shape, activation_checkpointing=run.activation_checkpointing)
-    export = partial(export_folder, model, saver or text.vocabulary)
+        model = _own(run, text.vocabulary.size)
+    else:
+        _check_fits(run, model, text.vocabulary.size)
     windows = partial(Windows, length=run.length)
     return _Material(
         samples=windows(text.training),
         held_out=windows(text.held_out),
         model=model,
-        export=export,
+        save_tokenizer=text.vocabulary.save if saver is None else saver.save_pretrained,
         about={"tokens": text.training.count, "tokenizer": text.vocabulary.fingerprint},
     )
 
 
 def _sft(run: Run, tell: data.Tell) -> _Material:
-    from paceline.lm.pretrained import export_folder, separates_examples
+    from paceline.lm.pretrained import separates_examples
 
+    if run.tokenizer != "auto":
+        raise ConfigError(f"{run.model} has a tokenizer of its own; leave out tokenizer")
     data.check_chat_files((*run.data, *run.held_out))
     template = data.read_template(run.chat_template)
     model, tokenizer = _pretrained(run)
@@ -141,13 +144,56 @@ def _sft(run: Run, tell: data.Tell) -> _Material:
     if template is not None:
         tokenizer.chat_template = template  # also of the exported model
     chats = data.prepare_chats(run.data, run.held_out, tokenizer, run.length, tell)
+    _check_fits(run, model, chats.training.vocabulary)
     return _Material(
         samples=chats.training,
         held_out=chats.held_out,
         model=model,
-        export=partial(export_folder, model, tokenizer),
-        about={"chat": asdict(chats.training.report), "held_out_chat": asdict(chats.held_out.report)},
+        save_tokenizer=tokenizer.save_pretrained,
+        about={
+            "tokenizer": chats.tokenizer,
+            "chat": asdict(chats.training.report),
+            "held_out_chat": asdict(chats.held_out.report),
+        },
     )
+
+
+def _is_own(run: Run) -> bool:
+    return run.model.startswith("gpt:") or run.model == "gpt2"
+
+
+def _own(run: Run, vocabulary: int) -> GPT:
+    shape = shape_of(run.model, vocabulary, run.length)
+    # Rows of the embedding that no token uses: GPUs multiply odd sizes at half the speed.
+    shape = replace(shape, dropout=run.dropout, vocabulary_multiple=64)
+    return GPT(shape, activation_checkpointing=run.activation_checkpointing)
+
+
+def _check_fits(run: Run, model: Any, vocabulary: int) -> None:
+    """Raise ConfigError for tokens or places that a pretrained model has not."""
+    if vocabulary > model.vocabulary:
+        raise ConfigError(
+            f"{run.model} knows {model.vocabulary} tokens, its tokenizer has numbers up to {vocabulary - 1}"
+        )
+    places = getattr(model.whole.config, "max_position_embeddings", None)
+    if places is not None and run.length > places:
+        raise ConfigError(f"length is {run.length}; {run.model} has {places} positions")
+
+
+def model_of(run: Run, tokenizer: Path) -> tuple[nn.Module, Callable[[Path], object]]:
+    """The model of a run, and how to write it to a folder that transformers loads: without its data.
+
+    Its weights are yet to be put in, its tokenizer is the one that was saved.
+    """
+    from paceline.lm.pretrained import export_folder, load_tokenizer
+    from paceline.lm.vocabulary import open_vocabulary
+
+    if _is_own(run):
+        vocabulary = open_vocabulary(tokenizer)
+        model: nn.Module = _own(run, vocabulary.size)
+        return model, partial(export_folder, model, vocabulary)
+    model, _ = _pretrained(run)
+    return model, partial(export_folder, model, load_tokenizer(tokenizer))
 
 
 def _pretrained(run: Run) -> tuple[Any, Any]:
@@ -209,8 +255,17 @@ def fork(job: Job, where: str) -> int:
     step: int = saved["facts"]["progress"]["step"]
     if step >= job.plan.steps:
         raise ConfigError(f"fork {where!r} is of step {step}; this run ends at step {job.plan.steps}")
+    was, now = (facts["data"].get("tokenizer") for facts in (saved["facts"], job.facts))
+    if was != now:
+        raise ConfigError(
+            f"fork {where!r} is of a run with another tokenizer: its tokens would mean something else; "
+            "give the one that it has, RUN/tokenizer"
+        )
     trainee = job.trainee
-    saved["state"]["groups"] = trainee.optimizer.state_dict()["param_groups"]
+    groups = trainee.optimizer.state_dict()["param_groups"]
+    for group, before in zip(groups, saved["state"]["groups"], strict=True):
+        group |= {name: before[name] for name in methods.REMEMBERED if name in before}
+    saved["state"]["groups"] = groups
     checkpoint.restore(trainee.model, trainee.optimizer, saved)
     checkpoint.restore_random(saved)
     scheduler: Any = trainee.scheduler
@@ -222,10 +277,15 @@ def fork(job: Job, where: str) -> int:
 
 
 def _checkpoint_named(where: str) -> Path:
+    """RUN@STEP, a run (its newest), or the folder of a checkpoint."""
     path, _, step = where.rpartition("@")
     if not path or Path(where).is_dir():
-        return Path(where)
+        path, step = where, ""
+    if (Path(path) / "manifest.json").exists():
+        return Path(path)
     found = dict(checkpoint.all_of(Path(path) / "checkpoints"))
-    if not step.isdigit() or int(step) not in found:
+    if not found:
+        raise ConfigError(f"fork {where!r}: {path} holds no checkpoint")
+    if step and (not step.isdigit() or int(step) not in found):
         raise ConfigError(f"fork {where!r}: {path} has checkpoints of the steps {sorted(found)}")
-    return found[int(step)]
+    return found[int(step) if step else max(found)]

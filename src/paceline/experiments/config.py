@@ -10,7 +10,7 @@ import inspect
 import math
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from functools import cache
@@ -139,7 +139,7 @@ def _check(run: Run) -> None:
         )
     _require(bool(run.data) and all(run.data), "data", run.data, "at least one file, folder or name")
     _require(all(run.held_out), "held_out", run.held_out, "files, folders or names")
-    if run.fork is None and run.task == "sft" and run.model.startswith("gpt:"):
+    if run.task == "sft" and run.model.startswith("gpt:"):
         raise ConfigError(
             f"model {run.model!r} has no chat template to fine-tune with; give a pretrained model"
         )
@@ -201,9 +201,9 @@ def nearest(name: str, names: Iterator[str] | tuple[str, ...] | list[str]) -> st
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def named_averages(run: Run) -> Iterator[tuple[str, str]]:
+def named_averages(averages: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Name and spec of each average; without a name of its own, one is made of the spec."""
-    for text in run.averages:
+    for text in averages:
         if _is_named(text):
             name, _, spec = text.partition("=")
             yield name.strip(), spec.strip()

@@ -20,7 +20,7 @@ from typing import Any
 from paceline.experiments.config import ConfigError
 from paceline.lm.chat import ChatFormat, ChatSamples, chat_rows, messages_of, prepare_chat
 from paceline.lm.documents import ROWS, TEXT, Files, cut, is_held_out, open_source
-from paceline.lm.files import sha256_of
+from paceline.lm.files import BusyError, sha256_of
 from paceline.lm.python_corpus import Corpus, python_corpus
 from paceline.lm.shards import Tokens, open_tokens, prepare
 from paceline.lm.vocabulary import Vocabulary, open_vocabulary
@@ -44,19 +44,21 @@ def cache_folder() -> Path:
 
 
 def prepare_text(
-    names: tuple[str, ...], held_out: tuple[str, ...], tokenizer: str | Vocabulary, tell: Tell
+    names: tuple[str, ...], held_out: tuple[str, ...], tokenizer: str | Vocabulary, usual: str, tell: Tell
 ) -> Text:
-    """The tokens of these sources, prepared if need be."""
+    """The tokens of these sources, prepared if need be; `usual` is what the tokenizer "auto" stands for."""
     if _is_prepared(names):
         text = open_prepared(Path(names[0]).expanduser())
         if isinstance(tokenizer, Vocabulary) and tokenizer.fingerprint != text.vocabulary.fingerprint:
             raise ConfigError(f"{names[0]} was prepared with another tokenizer than the model's")
+        if isinstance(tokenizer, str) and tokenizer != "auto":
+            raise ConfigError(f"{names[0]} is prepared with a tokenizer already; leave out tokenizer")
         if not held_out:
             return text
         vocabulary, training = text.vocabulary, text.training
     else:
         sources, part = [_Source(name) for name in names], "all" if held_out else "train"
-        vocabulary = _vocabulary(tokenizer, sources, part, tell)
+        vocabulary = _vocabulary(usual if tokenizer == "auto" else tokenizer, sources, part, tell)
         training = _tokens(sources, part, vocabulary, tell)
         if not held_out:
             return Text(
@@ -71,11 +73,13 @@ def prepare_text(
 def prepare_folder(names: list[str], tokenizer: str, folder: Path, tell: Tell) -> Text:
     """The same in a folder of the user's choice, which `data` accepts from then on."""
     sources, kept = [_Source(name) for name in names], folder / "tokenizer"
-    if (kept / "tokenizer_config.json").exists():
-        vocabulary = open_vocabulary(kept)
-    else:
-        vocabulary = _vocabulary(tokenizer, sources, "train", tell)
+    vocabulary = _vocabulary(tokenizer, sources, "train", tell)
+    if not (kept / "tokenizer_config.json").exists():
         vocabulary.save(kept)
+    elif open_vocabulary(kept).fingerprint != vocabulary.fingerprint:
+        raise ConfigError(
+            f"{folder} holds tokens of another tokenizer than {tokenizer}; choose another folder"
+        )
     for part in ("held-out", "train"):
         _tokens(sources, part, vocabulary, tell, folder / part)
     return open_prepared(folder)
@@ -116,8 +120,15 @@ def _tokens(
         folder = cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *about["sources"])
         if (folder / "manifest.json").exists():
             return open_tokens(folder)
-    progress = _Progress(f"tokenizing ({part})", tell)
-    return prepare(_some(sources, part), vocabulary, folder, source=about, progress=progress)
+    progress, waiting = _Progress(f"tokenizing ({part})", tell), False
+    while True:
+        try:
+            return prepare(_some(sources, part), vocabulary, folder, source=about, progress=progress)
+        except BusyError:
+            if not waiting:
+                tell("another process prepares the same data; waiting for it")
+            waiting = True
+            time.sleep(1)
 
 
 def _descriptions(sources: "list[_Source]") -> list[dict[str, Any]]:
@@ -184,6 +195,8 @@ def _some(sources: list[_Source], part: str) -> Iterator[str]:
 class Chats:
     """Packed conversations, in two parts."""
 
+    tokenizer: str
+    """The fingerprint of how they are written."""
     training: ChatSamples
     held_out: ChatSamples
 
@@ -220,7 +233,7 @@ def prepare_chats(
     both = (names, "all"), (held_out, "all")
     parts = both if held_out else ((names, "train"), (names, "held-out"))
     training, others = (_chats(files, part, form, length, tell) for files, part in parts)
-    return Chats(training=training, held_out=others)
+    return Chats(tokenizer=form.fingerprint, training=training, held_out=others)
 
 
 def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:

@@ -28,7 +28,7 @@ class Lines:
     def take(self, event: Event) -> None:
         """Say it, if it is worth a line."""
         self._pace.take(event)
-        if isinstance(event, Step) and time.monotonic() - self._spoke < self._seconds:
+        if isinstance(event, Step) and not event.skipped and time.monotonic() - self._spoke < self._seconds:
             return
         text = describe(event, self._pace)
         if text:
@@ -50,7 +50,9 @@ class Bar:
             self._task = self._progress.add_task("", total=event.steps, completed=event.step, note="")
         if isinstance(event, Step):
             self._progress.update(self._task, completed=event.step, note=self._pace.note())
-        elif text := describe(event, self._pace):
+        if isinstance(event, Step) and not event.skipped:
+            return
+        if text := describe(event, self._pace):
             self._progress.console.print(printable(text), highlight=False, markup=False)
 
 
@@ -60,7 +62,8 @@ class Pace:
     def __init__(self) -> None:
         self._started: Started | None = None
         self._seconds = 0.0  # a step, smoothed
-        self._before: float | None = None
+        self._before: float | None = None  # when the last event came,
+        self._at = 0  # and after how many steps
         self._step: Step | None = None
         self._returned: float | None = None
 
@@ -71,26 +74,33 @@ class Pace:
             case Started():
                 self._started = event
             case Step():
-                if self._before is not None:
+                if self._before is not None and event.step > self._at:  # some may not have been told
                     share = 0.1 if self._seconds else 1.0
-                    self._seconds += share * (now - self._before - self._seconds)
+                    self._seconds += share * ((now - self._before) / (event.step - self._at) - self._seconds)
                 self._step = event
             case Evaluation() if self._started is not None:
                 self._returned = next(iter(event.losses.values()))[self._started.returned]
         # Time spent on evaluations and checkpoints is not a step's.
         self._before = now
+        if not isinstance(event, Notice):
+            self._at = event.step
 
     def tokens_per_second(self) -> float:
         """Of training steps alone."""
         return self._started.tokens_per_step / self._seconds if self._started and self._seconds else 0.0
+
+    def seconds_left(self) -> float | None:
+        """Of training steps; None if that is not known yet."""
+        if not (self._seconds and self._started and self._step):
+            return None
+        return (self._started.steps - self._step.step) * self._seconds
 
     def note(self) -> str:
         """The state of things in a few words."""
         parts = [f"loss {self._step.loss:.4f}"] if self._step else []
         if self._returned is not None and self._started is not None:
             parts.append(f"{self._started.returned} {self._returned:.4f}")
-        if self._seconds and self._started and self._step:
-            left = (self._started.steps - self._step.step) * self._seconds
+        if (left := self.seconds_left()) is not None:
             parts += [f"{self.tokens_per_second():,.0f} tokens/s", f"{left / 60:.0f} min left"]
         return ", ".join(parts)
 

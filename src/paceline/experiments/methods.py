@@ -1,13 +1,14 @@
 """From their names to optimizers, schedules and averages, checked before any model is built."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -33,6 +34,11 @@ from paceline.optim.weights import KeepsAverage
 Groups = list[dict[str, Any]]
 T = TypeVar("T")
 
+
+class MissingPackageError(ConfigError):
+    """An optimizer of a package that is not installed."""
+
+
 # --- Optimizers -------------------------------------------------------------------------------------
 
 
@@ -47,6 +53,8 @@ AROUND_ADAMW: dict[str, Callable[..., Optimizer]] = {
     "gpa": GPA,
     "ema_nesterov": EMANesterov,
 }
+# What Schedule-Free remembers in its groups, beside their settings.
+REMEMBERED = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
 OPTIMIZERS = (*PLAIN, *AROUND_ADAMW, "schedule_free")
 
 
@@ -55,7 +63,9 @@ def _make(name: str, groups: Groups, lr: float, settings: dict[str, Any]) -> Opt
         try:
             from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
         except ImportError:
-            raise ConfigError("optimizer schedule_free needs its package: pip install schedulefree") from None
+            raise MissingPackageError(
+                "optimizer schedule_free needs its package: pip install schedulefree"
+            ) from None
         _check_settings(name, settings, AdamWScheduleFree)
         return ScheduleFree(AdamWScheduleFree(groups, lr=lr, **settings))
     if name in AROUND_ADAMW:
@@ -96,7 +106,7 @@ def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
     groups = _called(name, partial(parameter_groups, model, decay))
     optimizer = _called(name, partial(_make, name, groups, run.lr, settings))
     averages = {}
-    for label, spec in named_averages(run):
+    for label, spec in named_averages(run.averages):
         kind, values, named = _known("average", spec, AVERAGES)
         averages[label] = _called(kind, partial(AVERAGES[kind], *values, **named))
     if "average" in averages and isinstance(optimizer, KeepsAverage):
@@ -129,6 +139,27 @@ def make_views(optimizer: Optimizer) -> tuple[dict[str, View], str]:
     if isinstance(optimizer, Averages):
         views |= {name: partial(averaged_weights, optimizer[name]) for name in optimizer}
     return views, "average" if "average" in views else list(views)[-1 if len(views) == 1 else 1]
+
+
+def memory_of(optimizer: Optimizer) -> tuple[int, dict[str, int]]:
+    """Bytes of its state: without averages kept beside it, and of each of those."""
+    if not isinstance(optimizer, Averages):
+        return sum(_bytes_by_key(optimizer).values()), {}
+    sizes, prefix = _bytes_by_key(optimizer), optimizer.format.prefix
+    own = sum(_bytes_by_key(optimizer.base).values())
+    parts = {
+        name: [f"{prefix}{name}_{part}" for part in optimizer.averages[name].parts] for name in optimizer
+    }
+    return own, {name: sum(sizes[key] for key in keys) for name, keys in parts.items()}
+
+
+def _bytes_by_key(optimizer: Optimizer) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                sizes[key] += value.nbytes
+    return sizes
 
 
 def check_methods(run: Run) -> None:

@@ -6,6 +6,7 @@ line for each step, evaluation and reading of the pull. What depends on the cloc
 
 import errno
 import json
+import math
 import os
 import platform
 import subprocess
@@ -31,7 +32,8 @@ class Writer:
 
     def write(self, kind: str, content: Mapping[str, Any]) -> None:
         """Append one line."""
-        line = json.dumps({"kind": kind, **content}, ensure_ascii=False) + "\n"
+        content = _known({"kind": kind, **content})
+        line = json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
         with self._named():
             self._file.write(line.encode())
 
@@ -61,6 +63,15 @@ class Writer:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+
+def _known(value: Any) -> Any:
+    """The same with None for numbers that are not finite, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _known(part) for name, part in value.items()}
+    return [_known(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def whole_lines(path: Path) -> int:

@@ -1,19 +1,23 @@
 """The model that a run returns: evaluated, and exported for others to load."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.experiments.build import Job
-from paceline.experiments.config import ConfigError, nearest
-from paceline.experiments.run import refuse_other_data, restored
+from paceline.experiments.build import model_of
+from paceline.experiments.config import ConfigError, make, nearest
+from paceline.experiments.methods import make_optimizer, make_views
+from paceline.experiments.run import checkpoint_of, refuse_other_data, restored
+from paceline.lm import checkpoint
 from paceline.lm.evaluate import held_out_loss
 from paceline.lm.files import sha256_of, write_atomically
 from paceline.lm.loop import View
 
 
-def _view(job: Job, weights: str | None) -> tuple[str, View]:
-    name, views = weights or job.returned, job.trainee.views
+def _view(known: tuple[Mapping[str, View], str], weights: str | None) -> tuple[str, View]:
+    views, returned = known
+    name = weights or returned
     if name not in views:
         raise ConfigError(
             f"this run keeps no {name!r}{nearest(name, list(views))}; it has: {', '.join(views)}"
@@ -25,7 +29,7 @@ def evaluate(run: Path, step: int | None, weights: str | None) -> dict[str, floa
     """Held-out losses of a checkpoint, by held-out set and weights."""
     job, facts = restored(run, step)
     refuse_other_data(facts, job)
-    name, view = _view(job, weights)
+    name, view = _view((job.trainee.views, job.returned), weights)
     with view():
         return {
             f"{label}, {name}": held_out_loss(
@@ -43,10 +47,16 @@ def export(run: Path, step: int | None, weights: str | None, folder: Path) -> di
     """Write the weights of a checkpoint as a model that plain transformers loads, and say which they are."""
     if folder.exists():
         raise ConfigError(f"{folder} exists already; choose another name")
-    job, facts = restored(run, step)
-    name, view = _view(job, weights)
+    place = checkpoint_of(run, step)
+    saved = checkpoint.load(place)
+    facts = saved["facts"]
+    described = make(facts["config"])
+    model, write = model_of(described, place.parents[1] / "tokenizer")
+    optimizer = make_optimizer(described, model)
+    checkpoint.restore(model, optimizer, saved)
+    name, view = _view(make_views(optimizer), weights)
     with view():
-        job.export(folder)
+        write(folder)
     about = {
         "weights": name,
         "step": facts["progress"]["step"],

@@ -19,12 +19,14 @@ from typing import Any
 
 from paceline.experiments import build, records
 from paceline.experiments.config import MAY_CHANGE, ConfigError, Run, as_mapping, make
-from paceline.experiments.methods import pulling
+from paceline.experiments.methods import memory_of, pulling
 from paceline.lm import checkpoint
-from paceline.lm.files import locked, remove_temporary
+from paceline.lm.evaluate import NotFiniteError
+from paceline.lm.files import locked, new_folder, remove_temporary
 from paceline.lm.loop import Evaluation, Progress, Step, train
 from paceline.lm.throughput import operations_per_token, peak_of
 from paceline.optim import probe
+from paceline.optim.readings import Reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +61,11 @@ Event = Started | Notice | Step | Evaluation | Saved
 
 
 class Interrupted(RuntimeError):
-    """The run was asked to stop by a signal; it is saved and goes on when it is started again."""
+    """A run, or many, were asked to stop by a signal; all is saved and goes on when started again."""
 
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}, and saved")
+    def __init__(self, number: int, step: int | None) -> None:
+        where = "" if step is None else f" after step {step}"
+        super().__init__(f"stopped by {signal.Signals(number).name}{where}, and saved")
         self.number = number
 
 
@@ -121,15 +124,30 @@ def refuse_other_data(before: dict[str, Any], job: build.Job) -> None:
             )
 
 
+_WORST: dict[str, Any] = {"loss": math.inf}
+
+
+def _refuse_lost_checkpoints(folder: Path) -> None:
+    """Raise ConfigError where a run was that has lost its checkpoints: it would be overwritten."""
+    path = folder / "timing.jsonl"
+    if path.exists() and any(line["kind"] == "save" for line in records.read(path)):
+        raise ConfigError(
+            f"{folder} holds the records of a run without its checkpoints; they would be overwritten: "
+            "choose another folder, or move it away"
+        )
+
+
 class _Running:
     """The moving parts of one run."""
 
     def __init__(self, run: Run, folder: Path, job: build.Job) -> None:
         self.run, self.folder, self.job = run, folder, job
         self.progress = Progress()
-        self.best: dict[str, Any] | None = None  # step and loss of the best evaluation of what is returned
+        self.best: dict[str, Any] | None = None  # step and loss of the best checkpoint, by what is returned
+        self.latest: dict[str, Any] | None = None  # the same of the latest evaluation
+        self.reading: Reading | None = None  # the latest of the pull
         self.telemetry = (
-            probe(pulling(job.trainee.optimizer), every=run.telemetry_every)
+            probe(pulling(job.trainee.optimizer), every=run.telemetry_every, keep=1)
             if run.telemetry_every is not None
             else None
         )
@@ -159,8 +177,13 @@ class _Running:
                 raise ConfigError(f"this run is at step {step} already; it cannot end at step {last}")
             self.best, keep = facts["best"], facts["records"]
             self.saved_at = self.progress.step, self.progress.evaluated
-        elif self.run.fork is not None:
-            self.progress.step = build.fork(self.job, self.run.fork)
+        else:
+            _refuse_lost_checkpoints(self.folder)
+            if self.run.fork is not None:
+                self.progress.step = build.fork(self.job, self.run.fork)
+        if not (tokenizer := self.folder / "tokenizer").exists():
+            with new_folder(tokenizer) as made:
+                self.job.save_tokenizer(made)
         self.records = records.Writer(self.folder / "records.jsonl", keep)
         timing = self.folder / "timing.jsonl"
         self.timing = records.Writer(timing, records.whole_lines(timing))
@@ -187,7 +210,7 @@ class _Running:
         plan, progress = self.job.plan, self.progress
         every = self.run.checkpoint_every or plan.evaluate_every
         yield from self._prune()  # of a run that was killed after its last checkpoint
-        with interrupts() as asked:
+        with interrupts() as asked, self._divergence_noted():
             began = time.perf_counter()
             for record in train(self.job.trainee, plan, progress, lambda: asked() != 0):
                 if isinstance(record, Step):
@@ -201,19 +224,36 @@ class _Running:
                 yield from self._save()
         if asked():
             raise Interrupted(asked(), progress.step)
+        own, beside = memory_of(self.job.trainee.optimizer)
+        self._end("finished", optimizer_bytes=own, average_bytes=beside)
+
+    @contextmanager
+    def _divergence_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except NotFiniteError as error:
+            self._end("diverged", text=str(error))
+            raise
+
+    def _end(self, outcome: str, **facts: Any) -> None:
+        """The last line of a run that has nothing left to do."""
+        assert self.timing is not None
+        about = {"time": time.time(), "step": self.progress.step, "outcome": outcome, **facts}
+        self.timing.write("end", about)
 
     def _write(self, record: Step | Evaluation) -> None:
         assert self.records is not None and self.timing is not None
         self.records.write(type(record).__name__.lower(), asdict(record))
         if isinstance(record, Evaluation):
             loss = next(iter(record.losses.values()))[self.job.returned]
-            if math.isfinite(loss) and (self.best is None or loss < self.best["loss"]):
-                self.best = {"step": record.step, "loss": loss}
+            self.latest = {"step": record.step, "loss": loss} if math.isfinite(loss) else None
             self.timing.write("speed", {"time": time.time(), "step": record.step, **self.clock.speed()})
             self.records.flush()
             self.timing.flush()
-        elif self.telemetry is not None and record.step % self.telemetry.every == 0 and self.telemetry.last:
-            self.records.write("telemetry", {"step": record.step, **self.telemetry.last.flat()})
+        elif self.telemetry is not None and self.telemetry.last is not self.reading:  # a new one
+            self.reading = self.telemetry.last
+            assert self.reading is not None
+            self.records.write("telemetry", {"step": record.step, **self.reading.flat()})
 
     def _save(self) -> Iterator[Event]:
         """Write a checkpoint, unless there is one already; a disk that fails once may work again."""
@@ -222,6 +262,9 @@ class _Running:
             return
         assert self.records is not None and self.timing is not None
         began = time.monotonic()
+        latest = self.latest  # only what is saved can be the best that is kept
+        if latest and latest["step"] == progress.step and latest["loss"] < (self.best or _WORST)["loss"]:
+            self.best = latest
         facts = {
             "config": as_mapping(self.run),
             "progress": asdict(progress),
@@ -324,6 +367,8 @@ def restored(run_folder: Path, step: int | None = None) -> tuple[build.Job, dict
 def checkpoint_of(run_folder: Path, step: int | None = None) -> Path:
     """The folder of a checkpoint of a run, or that folder itself."""
     if (run_folder / "manifest.json").exists():
+        if step is not None:
+            raise ConfigError(f"{run_folder} is one checkpoint; step goes with the folder of a run")
         return run_folder
     found = dict(checkpoint.all_of(run_folder / "checkpoints"))
     if not found:

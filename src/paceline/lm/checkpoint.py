@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import TEMPORARY, new_folder, plain_file, sha256_of
 
 FORMAT = 1
@@ -88,7 +89,7 @@ def restore_random(saved: Mapping[str, Any]) -> None:
     random = saved["state"]["random"]
     torch.set_rng_state(random["cpu"])
     if random["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(random["cuda"])
+        torch.cuda.set_rng_state_all(random["cuda"][: torch.cuda.device_count()])  # may be another machine
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -116,7 +117,7 @@ def save(root: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, An
     """Write a checkpoint of a step; `facts` are plain values that come back with it."""
     for name, tensor in state["live"].items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} has values that are not finite at step {step}; nothing was saved")
+            raise NotFiniteError(f"{name} has values that are not finite at step {step}; nothing was saved")
     final = root / f"step-{step:08d}"
     try:
         with new_folder(final) as folder:

@@ -12,6 +12,10 @@ from paceline.lm.batch import IGNORED, Batch, Samples
 LossOf = Callable[[nn.Module, Batch], Tensor]
 
 
+class NotFiniteError(RuntimeError):
+    """A run has diverged: loss, gradient or weights are not finite; what was saved before is whole."""
+
+
 class Stopped(Exception):
     """The evaluation was asked to stop; nothing is known."""
 

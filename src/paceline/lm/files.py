@@ -31,8 +31,10 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say of which file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     sync(path.parent)
 
@@ -119,6 +121,10 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)  # readers of data would keep the lock of a trainer that died
 
 
+class BusyError(RuntimeError):
+    """Another process is at work in a folder."""
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Be the only one at work in a folder. The lock goes with its process, however that ends."""
@@ -130,7 +136,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
-            raise RuntimeError(
+            raise BusyError(
                 f"another process (number {owner}) is at work in {folder}; wait for it or take another folder"
             ) from None
         os.ftruncate(descriptor, 0)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.lm.batch import Batch, Numbers, Samples, load, numbers_at
-from paceline.lm.evaluate import LossOf, Stopped, autocast, held_out_loss, summed_loss
+from paceline.lm.evaluate import LossOf, NotFiniteError, Stopped, autocast, held_out_loss, summed_loss
 
 View = Callable[[], AbstractContextManager[object]]
 
@@ -86,6 +86,8 @@ class Progress:
     """Whether an evaluation that is due after this step has been done."""
     skips: int = 0
     """Steps left out in a row, up to here."""
+    batches: str = ""
+    """Digest of all batches up to here, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,10 +109,8 @@ class Evaluation:
 
     step: int
     losses: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-
-class NotFiniteError(RuntimeError):
-    """Loss or gradient of a step is not finite; weights and optimizer are as they were before it."""
+    batches: str = ""
+    """Digest of all that was trained on so far: runs with the same one have seen the same batches."""
 
 
 def train(
@@ -155,7 +155,7 @@ def _evaluate(
                     stop=stop,
                 )
     progress.evaluated = True
-    yield Evaluation(step=progress.step, losses=losses)
+    yield Evaluation(step=progress.step, losses=losses, batches=progress.batches)
 
 
 def _take_step(
@@ -182,6 +182,7 @@ def _take_step(
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # the first may be left out
         trainee.scheduler.step()
     progress.step += 1
+    progress.batches = batch.digest(progress.batches)
     progress.evaluated = not plan.is_evaluated(progress.step)
     return Step(
         step=progress.step, loss=known_loss, grad_norm=known_norm, lr=lr, targets=targets, skipped=not fine

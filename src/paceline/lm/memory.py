@@ -25,9 +25,15 @@ def explain_memory(error: BaseException) -> str | None:
 
 
 def _free() -> str:
+    free = available()
+    return "" if free is None else f", {free:,} are free"
+
+
+def available() -> int | None:
+    """Bytes of memory that a program may still take; None where the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (not a path of the user's)
             known = dict(line.split(":", 1) for line in file)
-        return f", {int(known['MemAvailable'].split()[0]) * 1024:,} are free"
+        return int(known["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        return ""
+        return None

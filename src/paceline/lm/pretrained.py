@@ -125,6 +125,13 @@ def load_pretrained(
     return Pretrained(model.eval()), tokenizer
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """A tokenizer of transformers that was saved in a folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 def _check_complete(folder: Path) -> None:
     for needed in ("config.json", "*.safetensors"):
         if not any(folder.glob(needed)):

@@ -18,12 +18,10 @@ from paceline.optim.pace import PACE
 from paceline.optim.pullback import Pullback
 from paceline.optim.readings import Reading, Record
 
-HISTORY = 1000
-
 # --- The probe ------------------------------------------------------------------------------------
 
 
-def probe(optimizer: Optimizer, every: int = 100) -> "Probe":
+def probe(optimizer: Optimizer, every: int = 100, keep: int = 1000) -> "Probe":
     """Look at what PACE or Pullback does to the weights, at every n-th step.
 
     Steps are counted as the optimizer's state counts them (that of the parameter with most steps), so a
@@ -44,6 +42,7 @@ def probe(optimizer: Optimizer, every: int = 100) -> "Probe":
     Arguments:
         optimizer: a `PACE` or a `Pullback`.
         every: probe the steps whose number is a multiple of this.
+        keep: how many of the newest readings `history` has.
 
     Returns:
         A `Probe`, at work until it is closed.
@@ -69,21 +68,22 @@ def probe(optimizer: Optimizer, every: int = 100) -> "Probe":
             "probe looks at the pull of PACE or Pullback; pass the paceline optimizer itself (of a wrapper, "
             f"usually its .optimizer). Got {type(optimizer).__name__}, which pulls nothing"
         )
-    ok = isinstance(every, Integral) and not isinstance(every, bool) and every >= 1
-    require(ok, "every value", every, "an integer >= 1")
-    return Probe(optimizer, int(every))
+    for name, value in (("every", every), ("keep", keep)):
+        ok = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+        require(ok, f"{name} value", value, "an integer >= 1")
+    return Probe(optimizer, int(every), int(keep))
 
 
 @final
 class Probe:
     """Telemetry at work, made by `probe`. As a context manager it closes itself."""
 
-    def __init__(self, optimizer: PACE | Pullback, every: int) -> None:
+    def __init__(self, optimizer: PACE | Pullback, every: int, keep: int) -> None:
         self.every = every
         self._taken = steps_taken(optimizer)
         self._before: dict[Tensor, Before] = {}
         self._slopes: dict[Tensor, Slope] = {}
-        self._records: deque[Record] = deque(maxlen=HISTORY)
+        self._records: deque[Record] = deque(maxlen=keep)
         self._unheard: deque[Record] = deque()
         self._alarm = _Alarm(every)
         self._handles = [
@@ -99,7 +99,7 @@ class Probe:
 
     @property
     def history(self) -> list[Reading]:
-        """The last 1,000 readings, oldest first."""
+        """The newest readings, at most `keep`, oldest first."""
         return [record.reading for record in self._records]
 
     def close(self) -> None:
