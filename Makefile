@@ -1,23 +1,27 @@
 # Everything runs in .venv, made here from pyproject.toml and the exact pins of constraints.txt.
 #
-#   make demo      compare AdamW, EMA and PACE on a small language model (a few minutes)
+#   make demo      paceline compare: AdamW, its averages, PACE, WSD and Schedule-Free on a small language
+#                  model, at three learning rates (five minutes on two cores, set-up included)
 #   make test      all tests
 #   make check     lint, types, import directions, fast tests (under a minute)
 #   make bench     time and memory of a step, side by side
 #   make test-all  make test and make bench, plus what is too slow for every day (about an hour); results
-#                  go to records/: 2,000 random sequences of operations, mutants, 1,000 kills, a soak
+#                  go to records/: 2,000 random sequences of operations, mutants, 1,000 kills of
+#                  trainers, 20 of comparisons, a soak
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+DEMO := .venv/demo-ready
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 TODAY := $(shell date +%F)
 # As many tests at once as there are cores, each on one.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n auto --dist worksteal
 
 .PHONY: demo test check bench test-all clean
 
-demo: $(READY)
-	$(BIN)/python examples/compare_learning_rates.py
+demo: $(DEMO)
+	$(BIN)/paceline compare --out demo-output
 
 test: $(READY)
 	$(PYTEST)
@@ -38,14 +42,19 @@ test-all: test bench
 	PACELINE_SEQUENCES=2000 $(BIN)/pytest -s tests/optim/test_state_machine.py
 	$(BIN)/python tests/mutation.py --record records/$(TODAY)-mutants.json
 	$(BIN)/python tests/lm/kills.py --kills 1000 --record records/$(TODAY)-kills.json
+	PACELINE_KILLS=20 $(BIN)/pytest -s tests/compare -k killed_at_random
 	$(BIN)/python tests/lm/soak.py --record records/$(TODAY)-soak.json
 
 clean:
 	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-$(READY): pyproject.toml constraints.txt
+$(READY): $(DEMO)
+	$(INSTALL) ".[save,compare,gguf,data]" --group dev
+	touch $(READY)
+
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[save,demo,lm,gguf,data]" --group dev
-	touch $(READY)
+	$(INSTALL) ".[compare]"
+	touch $(DEMO)

@@ -1,16 +1,44 @@
-"""The command `paceline`: train, evaluate, export, prepare data, and look into what a folder holds."""
+"""The command `paceline`: compare, train, evaluate, export, prepare data, look into what a folder holds."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
 from paceline.experiments import config
+from paceline.experiments.compare.method import DEFAULT as METHODS
 from paceline.experiments.config import ConfigError
 from paceline.experiments.terminal import printable
 
+if TYPE_CHECKING:
+    from paceline.experiments.compare.comparison import Reported
+
 EXAMPLES = {
+    "compare": """examples:
+  paceline compare
+      a demonstration: 12 short runs of a small GPT on the text inside this Python; minutes on two cores
+  paceline compare --data my.jsonl --model gpt:12m --lr 1e-3,2e-3,4e-3 --seeds 3 --time 8h
+      the own text, as many steps as fit the time
+  paceline compare --task sft --data chat.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --length 1024 --tokens 20M --methods ema_long pace pace:pullback_strength=0.1 wsd
+      fine-tuning on conversations, with methods of the own choice
+
+What it costs: methods x learning rates x seeds runs, where adamw, ema_short and ema_long are one run, and
+so are pace and pace_long. Before the first one it tries the model for a few steps, and says how long all
+will take. Stop it whenever you like (Ctrl-C): the same command goes on, and repeats no finished run.
+
+methods: NAME, or NAME:setting=value/AVERAGE@SCHEDULE, e.g. pace:ema_power=0.7/power:0.9@wsd
+  adamw          AdamW, its last weights           wsd, cosine     AdamW with a decay, its last weights
+  ema_short      an average of AdamW's weights     pace            PACE, the average that it pulls toward
+  ema_long       a longer one, of the same run     pace_long       a longer one, of the same run
+  schedule_free  bema  lookahead  gpa  ema_nesterov  ademamix  sgd""",
+    "report": """examples:
+  paceline report comparison
+      once more what `paceline compare` wrote, e.g. while it is still running
+  paceline report runs/* --out report
+      any runs of `paceline train` that differ in optimizer, schedule, averages, lr and seed only""",
     "train": """examples:
   paceline train pretrain --out runs/first --steps 300
       a 1M-parameter GPT on the text inside this Python, with PACE; some minutes on two cores
@@ -103,12 +131,40 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         made.set_defaults(command=command)
         return made
 
+    compare = add(
+        "compare", "what averaging and PACE gain on your data: runs side by side, one report", _compare
+    )
+    compare.add_argument(
+        "--out",
+        type=Path,
+        default=Path("comparison"),
+        metavar="FOLDER",
+        help="where all of it goes [comparison]",
+    )
+    compare.add_argument("--methods", nargs="+", metavar="METHOD", help=f"[{' '.join(METHODS)}]")
+    compare.add_argument("--lr", metavar="X,X,…", help="learning rates; each method is run at each of them")
+    compare.add_argument(
+        "--seeds", default="1", metavar="N", help="runs of each that differ in chance alone [1]"
+    )
+    compare.add_argument(
+        "--time",
+        metavar="10min",
+        help="for everything, e.g. 90s, 10min, 8h: as many steps as fit, not --steps",
+    )
+    compare.add_argument("--jobs", metavar="N", help="runs at once; without it, as many as fit")
+    compare.add_argument("--keep-models", action="store_true", help="keep the last checkpoint of every run")
+    _add_settings(compare, COMPARED)
+    report = add("report", "the report on runs that are there", _report_again)
+    report.add_argument("runs", nargs="+", type=Path, help="folders of runs, or that of a comparison")
+    report.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where to write it; without it, to a comparison's own"
+    )
     train = add("train", "train a model: pretrain on text, or sft on conversations", _train)
     train.add_argument("task", choices=("pretrain", "sft"))
     train.add_argument("--out", required=True, type=Path, metavar="RUN", help="the folder of the run")
     train.add_argument("--config", type=Path, metavar="FILE", help="settings in a TOML file")
     train.add_argument("--log", action="append", default=[], choices=("tensorboard", "wandb"))
-    _add_settings(train)
+    _add_settings(train, frozenset({"task"}))
     for name, text, command in (
         ("eval", "the held-out loss of a run's model", _eval),
         ("export", "a run's model as a folder that transformers loads", _export),
@@ -134,10 +190,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
+# Of a run, but chosen for each by a comparison.
+COMPARED = frozenset({"optimizer", "schedule", "averages", "lr", "telemetry_every", "keep", "fork"})
+
+
+def _add_settings(parser: argparse.ArgumentParser, without: frozenset[str]) -> None:
     group = parser.add_argument_group("settings")
     for name, text in config.documentation().items():
-        if name == "task":
+        if name in without:
             continue
         kind: Any = config.kind_of(name)
         default = config.Run.__dataclass_fields__[name].default
@@ -164,6 +224,88 @@ def _run_of(options: argparse.Namespace) -> config.Run:
 
 
 # --- Commands ---------------------------------------------------------------------------------------
+
+
+def _compare(options: argparse.Namespace) -> int:
+    names = config.documentation().keys() - COMPARED
+    settings = {name: value for name, value in vars(options).items() if name in names}
+    from paceline.experiments.compare import comparison, live
+    from paceline.experiments.compare.plan import Plan, Request
+
+    request = Request(
+        settings=settings,
+        methods=tuple(options.methods or METHODS),
+        lrs=None if options.lr is None else tuple(_rate(text) for text in options.lr.split(",")),
+        seeds=_whole("seeds", options.seeds),
+        seconds=None if options.time is None else _seconds(options.time),
+        jobs=None if options.jobs is None else _whole("jobs", options.jobs),
+    )
+    events = comparison.compare(request, options.out, keep_models=options.keep_models, tell=_say)
+    plan = next(events)
+    assert isinstance(plan, Plan)
+    for line in live.announce(plan):
+        _say(line)
+    ended = None
+    with live.shown(plan) as screen:
+        for event in events:
+            if isinstance(event, comparison.Reported):
+                ended = event
+            elif not isinstance(event, Plan):
+                screen.take(event)
+    assert ended is not None
+    return _show_report(ended)
+
+
+def _report_again(options: argparse.Namespace) -> int:
+    from paceline.experiments.compare.comparison import report_again
+
+    if options.out is None and not (len(options.runs) == 1 and (options.runs[0] / "plan.json").exists()):
+        raise ConfigError("--out FOLDER is needed: where to write the report")
+    return _show_report(report_again(options.runs, options.out or options.runs[0], _say))
+
+
+def _show_report(ended: "Reported") -> int:
+    from paceline.experiments.compare.live import as_text
+
+    report = ended.report
+    cost = next(table for table in report.tables if table.key == "cost")
+    for table in (report.results, cost):
+        print(f"\n{table.title}. {table.caption}\n")
+        for line in as_text(table).splitlines():
+            _say(line)
+    print()
+    for text in (*report.warnings, report.verdict):
+        _say(text)
+    _say(f"report: {ended.page}")
+    for text in ended.failed:
+        print(f"paceline: {printable(text)}", file=sys.stderr)
+    return 1 if ended.failed else 0
+
+
+def _rate(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"lr {text[:80]!r} is no number; write them as 1e-3,3e-3") from None
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{name} is {text[:80]!r}; allowed: a whole number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """A time in words.
+
+    >>> _seconds("90s"), _seconds("1.5h"), _seconds("10min")
+    (90.0, 5400.0, 600.0)
+    """
+    units = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.strip().lower())
+    if not found or found[2] not in units:
+        raise ConfigError(f"time is {text[:80]!r}; write it as 90s, 10min or 8h")
+    return float(found[1]) * units[found[2]]
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Several ways to train, side by side on the same data: `paceline compare`."""
