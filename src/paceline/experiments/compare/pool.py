@@ -127,6 +127,7 @@ def _signal(process: BaseProcess, number: int) -> None:
 def _work(target: Target, order: Any, threads: int, theirs: Connection) -> None:
     import torch
 
+    os.environ["TQDM_DISABLE"] = "1"  # bars of libraries would run through the table of the parent
     threading.Thread(target=_end_with_parent, args=(theirs,), daemon=True).start()
     torch.set_num_threads(threads)
     sys.stdin = open(os.devnull)  # noqa: SIM115, PTH123
