@@ -1,7 +1,7 @@
 # Everything runs in .venv, made here from pyproject.toml and the exact pins of constraints.txt.
 #
 #   make demo      paceline compare: AdamW, its averages, PACE, WSD and Schedule-Free on a small language
-#                  model, at three learning rates (five minutes on two cores, set-up included)
+#                  model, at three learning rates (under six minutes on two cores with set-up)
 #   make test      all tests
 #   make check     lint, types, import directions, fast tests (under a minute)
 #   make bench     time and memory of a step, side by side
