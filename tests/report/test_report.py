@@ -282,6 +282,7 @@ def rows_of(path):
         return list(csv.reader(file))
 
 
+@pytest.mark.slow
 def test_every_part_has_its_files(tmp_path):
     report = verdict_of(tmp_path / "runs", {1e-3: (3.2, 3.1), 2e-3: (3.2, None)})
     page = files.write(report, tmp_path / "out", lambda text: None)
@@ -304,6 +305,7 @@ def test_without_matplotlib_there_is_a_page_without_pictures(tmp_path, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_the_same_page_from_any_records(tmp_path, capsys):
     write_comparison(tmp_path / "runs", {1e-3: (3.2, 3.1)})
     assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "a")]) == 0
@@ -336,6 +338,7 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path):
     assert read_run(path).loss("live") == 3.0
 
 
+@pytest.mark.slow
 def test_reading_needs_no_torch():
     code = "import sys, paceline.experiments.report.files as f, paceline.experiments.report.tables as t"
     code += "; assert 'torch' not in sys.modules"
