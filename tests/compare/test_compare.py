@@ -142,14 +142,12 @@ def trial(**more):
 
 def test_a_time_is_turned_into_steps(room, tmp_path, capfd):
     out = tmp_path / "c"
-    timed = words(room, out, "--lr", "1e-3", "--methods", "wsd", "--time", "20s")
+    timed = words(room, out, "--lr", "1e-3", "--methods", "wsd", "--time", "30s")
     at = timed.index("--steps")
     del timed[at : at + 2]
-    began = time.monotonic()
     assert main(timed) == 0
-    took = time.monotonic() - began
     steps = json.loads((out / "plan.json").read_text(encoding="utf-8"))["steps"]
-    assert steps > 50 and took < 60
+    assert steps >= plan.EVALUATIONS
     assert f"{steps:,} steps of 32 tokens" in capfd.readouterr().out
     assert main(timed) == 0  # nothing is measured or chosen anew
     assert json.loads((out / "plan.json").read_text(encoding="utf-8"))["steps"] == steps
