@@ -21,12 +21,13 @@ from torch.nn import functional as F
 
 from paceline import cli
 from paceline.cli import main
-from paceline.experiments import build, config
+from paceline.experiments import build, config, display
 from paceline.experiments.config import Run
 from paceline.experiments.records import read
 from paceline.experiments.run import restored
 from paceline.lm import checkpoint
 from paceline.lm.batch import IGNORED
+from paceline.lm.loop import Step
 
 pytestmark = pytest.mark.slow
 
@@ -59,31 +60,25 @@ def trained(room):
     return room / "run"
 
 
+def tune(room, out, *more):
+    words = ["train", "sft", "--out", out, "--data", room / "chats.jsonl", "--model", room / "model"]
+    return main([str(word) for word in (*words, *COMMON, *more)])
+
+
 @pytest.fixture(scope="module")
 def tuned(room):
     """A fine-tuned model."""
     write_model(room / "model")
     write_chats(room / "chats.jsonl", count=40)
-    words = ["train", "sft", "--out", room / "sft", "--data", room / "chats.jsonl", "--model", room / "model"]
-    assert main([str(word) for word in (*words, "--length", 64, *COMMON)]) == 0
+    assert tune(room, room / "sft", "--length", 64) == 0
     return room / "sft"
 
 
 def test_a_chat_template_of_the_own(room, tuned, tmp_path):
     template = TEMPLATE.replace("<|im_end|>", "!<|im_end|>")
     (tmp_path / "shout.jinja").write_text(template, encoding="utf-8")
-    words = [
-        "train",
-        "sft",
-        "--out",
-        tmp_path / "run",
-        "--data",
-        room / "chats.jsonl",
-        "--model",
-        room / "model",
-    ]
-    words += ["--length", 64, "--chat-template", tmp_path / "shout.jinja", *COMMON]
-    assert main([str(word) for word in words]) == 0
+    given = ("--length", 64, "--chat-template", tmp_path / "shout.jinja")
+    assert tune(room, tmp_path / "run", *given) == 0
     about, usual = (next(read(run / "records.jsonl"))["data"] for run in (tmp_path / "run", tuned))
     assert about["fingerprint"] != usual["fingerprint"]
     assert about["chat"]["tokens"] > usual["chat"]["tokens"]
@@ -650,17 +645,7 @@ def test_a_fork_with_the_same_settings_is_the_run_that_goes_on(room, tmp_path, o
     ],
 )
 def test_what_a_pretrained_model_has_not_is_refused(room, tuned, tmp_path, words, said, capsys):
-    begin = [
-        "train",
-        "sft",
-        "--out",
-        tmp_path / "run",
-        "--data",
-        room / "chats.jsonl",
-        "--model",
-        room / "model",
-    ]
-    assert main([str(word) for word in (*begin, *COMMON, *words)]) == 2
+    assert tune(room, tmp_path / "run", *words) == 2
     assert said in capsys.readouterr().err
 
 
@@ -693,3 +678,29 @@ def test_the_best_checkpoint_is_one_that_is_kept(room, tmp_path, capsys):
     )
     assert main(["doctor", str(tmp_path / "run")]) == 0
     assert "best held-out loss so far" in (said := capsys.readouterr().out) and "at step 6" in said
+
+
+# --- Beside each other ----------------------------------------------------------------------------------
+
+
+def test_runs_that_prepare_the_same_data_at_once_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    write_text(tmp_path / "text.txt", paragraphs=4000)
+    words = ["--data", tmp_path / "text.txt", "--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", 16]
+    command = [sys.executable, "-m", "paceline.cli", "train", "pretrain", *words, *COMMON, "--out"]
+    runs = [
+        subprocess.Popen([str(w) for w in (*command, tmp_path / name)], stderr=subprocess.PIPE, text=True)
+        for name in "ab"
+    ]
+    for run in runs:
+        _, said = run.communicate(timeout=300)
+        assert run.returncode == 0, said
+    assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b")
+
+
+def test_a_step_left_out_is_said_at_once():
+    said = io.StringIO()
+    screen = display.Lines(said)
+    for step in (1, 2):
+        screen.take(Step(step=step, loss=math.nan, grad_norm=1.0, lr=0.1, targets=4, skipped=step == 2))
+    assert said.getvalue() == "step 2 was left out: loss or gradient is not finite\n"

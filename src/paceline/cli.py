@@ -131,29 +131,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         made.set_defaults(command=command)
         return made
 
-    compare = add(
-        "compare", "what averaging and PACE gain on your data: runs side by side, one report", _compare
+    _add_compare(
+        add("compare", "what averaging and PACE gain on your data: runs side by side, one report", _compare)
     )
-    compare.add_argument(
-        "--out",
-        type=Path,
-        default=Path("comparison"),
-        metavar="FOLDER",
-        help="where all of it goes [comparison]",
-    )
-    compare.add_argument("--methods", nargs="+", metavar="METHOD", help=f"[{' '.join(METHODS)}]")
-    compare.add_argument("--lr", metavar="X,X,…", help="learning rates; each method is run at each of them")
-    compare.add_argument(
-        "--seeds", default="1", metavar="N", help="runs of each that differ in chance alone [1]"
-    )
-    compare.add_argument(
-        "--time",
-        metavar="10min",
-        help="for everything, e.g. 90s, 10min, 8h: as many steps as fit, not --steps",
-    )
-    compare.add_argument("--jobs", metavar="N", help="runs at once; without it, as many as fit")
-    compare.add_argument("--keep-models", action="store_true", help="keep the last checkpoint of every run")
-    _add_settings(compare, COMPARED)
     report = add("report", "the report on runs that are there", _report_again)
     report.add_argument("runs", nargs="+", type=Path, help="folders of runs, or that of a comparison")
     report.add_argument(
@@ -192,6 +172,29 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 # Of a run, but chosen for each by a comparison.
 COMPARED = frozenset({"optimizer", "schedule", "averages", "lr", "telemetry_every", "keep", "fork"})
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument(
+        "--out",
+        type=Path,
+        default=Path("comparison"),
+        metavar="FOLDER",
+        help="where all of it goes [comparison]",
+    )
+    compare.add_argument("--methods", nargs="+", metavar="METHOD", help=f"[{' '.join(METHODS)}]")
+    compare.add_argument("--lr", metavar="X,X,…", help="learning rates; each method is run at each of them")
+    compare.add_argument(
+        "--seeds", default="1", metavar="N", help="runs of each that differ in chance alone [1]"
+    )
+    compare.add_argument(
+        "--time",
+        metavar="10min",
+        help="for everything, e.g. 90s, 10min, 8h: as many steps as fit, not --steps",
+    )
+    compare.add_argument("--jobs", metavar="N", help="runs at once; without it, as many as fit")
+    compare.add_argument("--keep-models", action="store_true", help="keep the last checkpoint of every run")
+    _add_settings(compare, COMPARED)
 
 
 def _add_settings(parser: argparse.ArgumentParser, without: frozenset[str]) -> None:

@@ -16,8 +16,8 @@ def panels(outcomes: Outcomes) -> tuple[Panel, ...]:
         _by_rate(outcomes),
         _regret(outcomes),
         _tuning(outcomes),
-        *(_curves(outcomes, lr) for lr in outcomes.lrs),
-        *(_last_quarter(outcomes, lr) for lr in outcomes.lrs),
+        *(_curves(outcomes, lr, "curves", "Along the runs", _WHOLE, after=0.0) for lr in outcomes.lrs),
+        *(_curves(outcomes, lr, "last-quarter", "The last quarter", _END, after=0.75) for lr in outcomes.lrs),
         *(_pull(outcomes, lr, "saturated", "Gains at their limit", _SATURATED) for lr in outcomes.lrs),
         *(_pull(outcomes, lr, "gap_rms", "Gap between average and live", _GAP) for lr in outcomes.lrs),
     ]
@@ -27,28 +27,19 @@ def panels(outcomes: Outcomes) -> tuple[Panel, ...]:
 # --- Along a run --------------------------------------------------------------------------------------
 
 
-def _curves(outcomes: Outcomes, lr: float) -> Panel:
-    return Panel(
-        key=f"curves-{lr:g}",
-        title="Along the runs",
-        caption="Bold: the weights that are returned; thin: live weights, where an average is returned.",
-        x_label="step",
-        y_label=LOSS,
-        series=tuple(_lines(outcomes, lr, after=0.0)),
-        place="curves",
-        choice=f"lr {lr:g}",
-    )
+_WHOLE = "Bold: the weights that are returned; thin: live weights, where an average is returned."
+_END = "The same, near the end, where methods part."
 
 
-def _last_quarter(outcomes: Outcomes, lr: float) -> Panel:
+def _curves(outcomes: Outcomes, lr: float, key: str, title: str, caption: str, after: float) -> Panel:
     return Panel(
-        key=f"last-quarter-{lr:g}",
-        title="The last quarter",
-        caption="The same, near the end, where methods part.",
+        key=f"{key}-{lr:g}",
+        title=title,
+        caption=caption,
         x_label="step",
         y_label=LOSS,
-        series=tuple(_lines(outcomes, lr, after=0.75)),
-        place="last quarter",
+        series=tuple(_lines(outcomes, lr, after)),
+        place=key,
         choice=f"lr {lr:g}",
     )
 
