@@ -268,3 +268,15 @@ def test_a_batch_splits_and_counts():
     assert [len(part.tokens) for part in parts] == [2, 2, 1]
     assert [part.target_count() for part in parts] == [0, 1, 0] and batch.target_count() == 1
     assert torch.equal(torch.cat([part.positions for part in parts]), batch.positions)
+
+
+def test_a_step_is_told_the_loss_of_its_batch():
+    told = []
+
+    class Told(torch.optim.SGD):
+        def step(self, closure=None):
+            told.append(closure())
+            return super().step()
+
+    records = records_of(trainee_of(partial(Told, lr=1e-2)))
+    assert told == [record.loss for record in records if isinstance(record, Step)]

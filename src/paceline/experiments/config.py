@@ -61,7 +61,7 @@ class Run:
     """Multiples of twenty tokens per parameter."""
     optimizer: str = "pace"
     """NAME or NAME:setting=value,…: adamw, pace, ademamix, lookahead, gpa, ema_nesterov, schedule_free,
-    sgd. E.g. pace:pullback_strength=0.01,ema_power=0.7"""
+    schedule_free_plus, sgd, and candidate, for research. E.g. pace:pullback_strength=0.01,ema_power=0.7"""
     lr: float = 1e-3
     """The learning rate, after the warm-up."""
     schedule: str = "constant"
@@ -69,7 +69,8 @@ class Run:
     warmup: int = 50
     """Steps of linear warm-up; at most a tenth of the run."""
     averages: tuple[str, ...] = ()
-    """Averages to keep beside, e.g. power:0.7, long=half_life:0.1, decay:0.999, polynomial:8, bema:0.5."""
+    """Averages to keep beside, e.g. power:0.7, long=half_life:0.1, decay:0.999, polynomial:8, bema:0.5; or
+    part of one, the rest live: blend:0.5,half_life,0.1."""
     clip_norm: float | None = 1.0
     """Limit of the gradient's norm; none: no limit."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.experiments.candidates import GAINS, Candidate
 from paceline.experiments.config import ConfigError, Run, check_spec, named_averages, nearest, parse_spec
 from paceline.lm.loop import View
 from paceline.optim import (
     BEMA,
     PACE,
     Averages,
+    Blend,
     FixedDecay,
     HalfLife,
     Polynomial,
@@ -47,6 +49,7 @@ PLAIN: dict[str, Callable[..., Optimizer]] = {
     "pace": PACE,
     "ademamix": AdEMAMix,
     "sgd": torch.optim.SGD,
+    "candidate": Candidate,
 }
 AROUND_ADAMW: dict[str, Callable[..., Optimizer]] = {
     "lookahead": lookahead,
@@ -55,31 +58,49 @@ AROUND_ADAMW: dict[str, Callable[..., Optimizer]] = {
 }
 # What Schedule-Free remembers in its groups, beside their settings.
 REMEMBERED = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
-OPTIMIZERS = (*PLAIN, *AROUND_ADAMW, "schedule_free")
+OPTIMIZERS = (*PLAIN, *AROUND_ADAMW, "schedule_free", "schedule_free_plus")
 
 
 def _make(name: str, groups: Groups, lr: float, settings: dict[str, Any]) -> Optimizer:
-    if name == "schedule_free":
-        try:
-            from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
-        except ImportError:
-            raise MissingPackageError(
-                "optimizer schedule_free needs its package: pip install schedulefree"
-            ) from None
-        _check_settings(name, settings, AdamWScheduleFree)
-        return ScheduleFree(AdamWScheduleFree(groups, lr=lr, **settings))
+    if name.startswith("schedule_free"):
+        kind = _schedule_free(name)
+        _check_settings(name, settings, kind)
+        return ScheduleFree(kind(groups, lr=lr, **settings))
     if name in AROUND_ADAMW:
         wrapper = AROUND_ADAMW[name]
         _check_settings(name, settings, wrapper, torch.optim.AdamW)
         own = {key: settings.pop(key) for key in inspect.signature(wrapper).parameters if key in settings}
         return wrapper(_make("adamw", groups, lr, settings), **own)
-    _check_settings(name, settings, PLAIN[name])
+    _check_settings(name, settings, PLAIN[name], *(GAINS.values() if name == "candidate" else ()))
     if name == "adamw" and groups[0]["params"][0][1].is_cuda:
         settings = {"fused": True, **settings}  # torch's fast path on a GPU, and not its default
     return PLAIN[name](groups, lr=lr, **settings)
 
 
+def _schedule_free(name: str) -> Callable[..., Optimizer]:
+    try:
+        if name == "schedule_free":
+            from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
+
+            return AdamWScheduleFree  # type: ignore[no-any-return]
+        from schedulefree.adamc_schedulefree_plus_paper import (  # type: ignore[import-untyped]
+            AdamCScheduleFreePlusPaper,
+        )
+
+        return AdamCScheduleFreePlusPaper  # type: ignore[no-any-return]
+    except ImportError:
+        where = "schedulefree" if name == "schedule_free" else "schedulefree, newer than 1.4.1"
+        raise MissingPackageError(f"optimizer {name} needs its package: pip install {where}") from None
+
+
 # --- Averages and schedules -------------------------------------------------------------------------
+
+
+def _blend(share: float, kind: str, *values: Any, **named: Any) -> Blend:
+    """`blend:0.5,half_life,0.1` is half live, half the average `half_life:0.1`."""
+    check_spec("average", kind, tuple(AVERAGES))
+    return Blend(AVERAGES[kind](*values, **named), share)
+
 
 AVERAGES: dict[str, Callable[..., Average]] = {
     "power": PowerLaw,
@@ -87,6 +108,7 @@ AVERAGES: dict[str, Callable[..., Average]] = {
     "decay": FixedDecay,
     "half_life": HalfLife,
     "bema": BEMA,
+    "blend": _blend,
 }
 SCHEDULES: dict[str, Callable[..., LRScheduler]] = {
     "constant": schedules.constant,

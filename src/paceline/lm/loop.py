@@ -171,7 +171,7 @@ def _take_step(
     if fine:
         if plan.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), plan.clip_norm, norm)
-        optimizer.step()
+        optimizer.step(lambda: known_loss)  # ScheduleFree+, for one, steps by the loss
         progress.skips = 0
     elif progress.skips >= plan.max_skips:
         raise NotFiniteError(_explain(model, progress, known_loss, known_norm, numbers(progress.step)))

@@ -1,0 +1,217 @@
+"""What the study runs, by name: METHOD-LR-SEED. A method is the settings of an optimizer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.experiments.config import Run
+
+Named = dict[str, Run]
+Spec = str | Callable[[float], str]
+"""An optimizer, or what it is at a learning rate."""
+
+
+# --- What is trained --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """A model, how long it is trained, and a learning rate about which the others lie."""
+
+    settings: Mapping[str, Any]
+    middle: float
+
+    def lr(self, power: int) -> float:
+        """The middle one times a power of 2."""
+        return self.middle * 2.0**power
+
+
+_GPT: dict[str, Any] = {"length": 256, "held_out_samples": 768, "compile": True}
+SCALES = {
+    "7m": Scale(
+        settings=_GPT | {"model": "gpt:7m", "batch_size": 32, "steps": 4000, "warmup": 400}, middle=2e-3
+    ),
+    "7m-short": Scale(
+        settings=_GPT | {"model": "gpt:7m", "batch_size": 32, "steps": 1000, "warmup": 100}, middle=2e-3
+    ),
+    "7m-large-batch": Scale(
+        settings=_GPT | {"model": "gpt:7m", "batch_size": 128, "steps": 1000, "warmup": 100}, middle=2e-3
+    ),
+    "25m": Scale(
+        settings=_GPT | {"model": "gpt:25m", "batch_size": 32, "steps": 4000, "warmup": 400}, middle=1e-3
+    ),
+    "sft": Scale(
+        settings={"task": "sft", "length": 512, "batch_size": 32, "steps": 300, "warmup": 30}
+        | {"held_out_samples": 256},
+        middle=3e-4,
+    ),
+    "tiny": Scale(
+        settings={"model": "gpt:0.3m", "tokenizer": "bpe:300", "length": 64, "batch_size": 8, "steps": 1000}
+        | {"warmup": 100, "held_out_samples": 256},
+        middle=3e-3,
+    ),
+}
+RECIPES = {"paper": "weight_decay=0.01,betas=(0.9,0.999)", "usual": "weight_decay=0.1,betas=(0.9,0.95)"}
+ALL = (-3, -2, -1, 0, 1, 2, 3)
+RIGHT = (-1, 0, 1, 2, 3)
+
+PASSIVE = tuple(f"power:{power}" for power in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)) + tuple(
+    f"half_life:{fraction}" for fraction in (0.03, 0.06, 0.12, 0.25)
+)
+BLENDS = tuple(f"blend:{share},half_life,0.06" for share in (0.5, 0.75))
+FEW = ("power:0.5", "power:0.7", "power:0.8", "half_life:0.06", "half_life:0.12")
+
+
+def grid(
+    scale: Scale,
+    method: str,
+    optimizer: Spec,
+    powers: tuple[int, ...] = RIGHT,
+    *,
+    recipe: str | None = "paper",
+    averages: tuple[str, ...] = FEW,
+    seed: int = 1,
+    **more: Any,
+) -> Named:
+    """A method at several learning rates: powers of 2 times the scale's."""
+    runs = {}
+    for power in powers:
+        lr = scale.lr(power)
+        text = optimizer if isinstance(optimizer, str) else optimizer(lr)
+        if recipe is not None:
+            text += ("," if ":" in text else ":") + RECIPES[recipe]
+        settings: dict[str, Any] = {**scale.settings, **more}
+        steps = settings["steps"]
+        # Losses are wanted of the end only, and no checkpoint of a run that takes a minute.
+        settings |= {"evaluate_every": steps, "checkpoint_every": steps, "keep": 1}
+        full = method if recipe in (None, "paper") else f"{method}@{recipe}"
+        runs[f"{full}-{lr:g}-{seed}"] = Run(optimizer=text, lr=lr, averages=averages, seed=seed, **settings)
+    return runs
+
+
+def to_decay(runs: Named) -> Named:
+    """The same, with a checkpoint after four fifths."""
+    return {k: replace(v, checkpoint_every=(v.steps or 0) * 4 // 5, keep=2) for k, v in runs.items()}
+
+
+def decayed(parents: Named, out: Path) -> Named:
+    """WSD: the last fifth of each run again, with a rate that goes to 0."""
+    return {
+        name.replace("-", "+wsd-", 1): replace(
+            run,
+            schedule="wsd:decay=0.2",
+            fork=f"{out / name}@{run.checkpoint_every}",
+            checkpoint_every=run.steps,
+        )
+        for name, run in parents.items()
+    }
+
+
+# --- Methods ----------------------------------------------------------------------------------------
+
+
+def plain(scale: Scale, recipe: str = "paper", powers: tuple[int, ...] = ALL, **more: Any) -> Named:
+    """AdamW at a constant rate with every average beside it."""
+    spec = "candidate:gain=uniform,strength=0"
+    return to_decay(grid(scale, "adamw", spec, powers, recipe=recipe, averages=PASSIVE + BLENDS, **more))
+
+
+def paper(scale: Scale, strengths: tuple[float, ...], powers: tuple[int, ...] = RIGHT, **more: Any) -> Named:
+    """PACE as printed."""
+    runs: Named = {}
+    for c in strengths:
+        runs |= grid(scale, f"paper:{c:g}", f"candidate:gain=paper,strength={c:g}", powers, **more)
+    return to_decay(runs)
+
+
+def rivals(scale: Scale, **more: Any) -> Named:
+    """What a user would take instead."""
+    no_recipe: dict[str, Any] = {"recipe": None, "averages": ()}
+    cosine = "candidate:gain=uniform,strength=0"
+    free = "schedule_free:betas=({},{}),weight_decay=0.05"
+    plus = "schedule_free_plus:sf_beta1_anneal_steps={steps},c_warmup={warmup},weight_decay=20"
+    plus = plus.format(**scale.settings)
+    runs = grid(scale, "cosine", cosine, schedule="cosine", **more)
+    runs |= grid(scale, "schedule_free", free.format(0.9, 0.999), (0, 1, 2, 3), **no_recipe, **more)
+    runs |= grid(scale, "schedule_free.98", free.format(0.98, 0.95), (0, 1, 2, 3), **no_recipe, **more)
+    # Its learning rate is a factor of the one it finds: 1 by default.
+    found = replace(scale, middle=1.0)
+    runs |= grid(found, "schedule_free_plus", plus, (-1, 0, 1), clip_norm=None, **no_recipe, **more)
+    runs |= grid(scale, "gpa", "gpa:mu_x=0.9967,mu_y=0.7", (-1, 0, 1, 2), averages=(), **more)
+    runs |= grid(scale, "ema_nesterov", "ema_nesterov:push=0.3", (-2, -1, 0, 1), **more)
+    mix = "ademamix:alpha=5,betas=(0.9,0.999,0.999),weight_decay=0.01"
+    runs |= grid(scale, "ademamix", mix, (-3, -2, -1, 0), recipe=None, **more)
+    return runs
+
+
+def hypotheses(scale: Scale, powers: tuple[int, ...] = (0, 2), **more: Any) -> Named:
+    """H2 to H6 and ours, each at a setting or two; a gain's own settings are in its name."""
+    steps = scale.settings["steps"]
+    tried: dict[str, Spec] = {
+        "h2": "gain=hypergradient",
+        "h2:0.12": "gain=hypergradient,target=0.12",
+        "h3": "gain=without_drift,strength=2",
+        "h4": "gain=gated,strength=1",
+        "h5": f"gain=push_then_pull,strength=2,steps={steps}",
+        "h6": "gain=relative,strength=1",
+        "relative·lr": lambda lr: f"gain=relative,strength={125 * lr:g}",
+        "scaled:15": "gain=scaled,strength=15",
+        "scaled:60": "gain=scaled,strength=60",
+        "eps": lambda lr: f"gain=uniform,strength=0,eps={3e-3 * lr:g}",
+        "leash": "gain=leash,length=0.1",
+        "capped": "gain=capped,length=0.03",
+        "capped+pull": "gain=capped,length=0.03,strength=1",
+        "capped+pull,start": "gain=capped,length=0.03,strength=1,frozen=true",
+        "push": "gain=uniform,strength=-0.3",
+    }
+    runs: Named = {}
+    for method, spec in tried.items():
+        runs |= grid(scale, method, _candidate(spec), powers, **more)
+    return runs
+
+
+GATES = ((6.0, 0.5, 0.25), (6.0, 0.5, 0.0), (3.0, 1.0, 0.25), (3.0, 1.0, 0.5), (10.0, 0.3, 0.25))
+"""Strength, threshold, push of H4. Noise that is pulled with strength R has a variance 1/(1 + R) as large, so
+the threshold goes with it."""
+
+
+def gated(scale: Scale, powers: tuple[int, ...] = (-2, *RIGHT), **more: Any) -> Named:
+    """H4, which won on the smallest model, at several settings."""
+    runs: Named = {}
+    for r, threshold, push in GATES:
+        spec = f"candidate:gain=gated,strength={r:g},threshold={threshold:g},push={push:g}"
+        runs |= grid(scale, f"gated:{r:g},{threshold:g},{push:g}", spec, powers, **more)
+    return to_decay(runs)
+
+
+def _candidate(spec: Spec) -> Spec:
+    return f"candidate:{spec}" if isinstance(spec, str) else lambda lr: f"candidate:{spec(lr)}"
+
+
+def warmups(scale: Scale, **more: Any) -> Named:
+    """AdamW and PACE with a warm-up of a fortieth of the run, instead of a tenth."""
+    short = {"warmup": scale.settings["steps"] // 40}
+    runs = grid(scale, "adamw,short-warmup", "candidate:gain=uniform,strength=0", **short, **more)
+    return runs | grid(
+        scale, "paper:0.003,short-warmup", "candidate:gain=paper,strength=3e-3", **short, **more
+    )
+
+
+Group = Callable[[Scale, Path, int], Named]
+GROUPS: dict[str, Group] = {
+    "baselines": lambda scale, out, seed: plain(scale, seed=seed),
+    "usual": lambda scale, out, seed: plain(scale, "usual", seed=seed),
+    "paper": lambda scale, out, seed: paper(scale, (1e-3, 3e-3, 1e-2, 3e-2), seed=seed),
+    "gated": lambda scale, out, seed: gated(scale, seed=seed),
+    "rivals": lambda scale, out, seed: rivals(scale, seed=seed),
+    "hypotheses": lambda scale, out, seed: hypotheses(scale, seed=seed),
+    "warmups": lambda scale, out, seed: warmups(scale, seed=seed),
+    "decay": lambda scale, out, seed: decayed(
+        plain(scale, seed=seed)
+        | plain(scale, "usual", seed=seed)
+        | paper(scale, (3e-3,), seed=seed)
+        | gated(scale, seed=seed),
+        out,
+    ),
+}
