@@ -171,7 +171,7 @@ def hypotheses(scale: Scale, powers: tuple[int, ...] = (0, 2), **more: Any) -> N
     return runs
 
 
-GATES = ((6.0, 0.5, 0.25), (6.0, 0.5, 0.0), (3.0, 1.0, 0.25), (3.0, 1.0, 0.5), (10.0, 0.3, 0.25))
+GATES = ((6.0, 0.5, 0.1), (6.0, 0.5, 0.25), (6.0, 0.5, 0.0), (3.0, 1.0, 0.1), (10.0, 0.3, 0.1))
 """Strength, threshold, push of H4. Noise that is pulled with strength R has a variance 1/(1 + R) as large, so
 the threshold goes with it."""
 
