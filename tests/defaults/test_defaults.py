@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import write_text
 from torch import nn
 
 from paceline.experiments.candidates import GAINS, Candidate
@@ -138,9 +139,13 @@ def test_every_run_of_the_study_can_be_built(group, tmp_path):
             check_methods(run)
 
 
-def test_a_study_is_done_once_and_decays_from_its_checkpoints(tmp_path):
+@pytest.mark.slow
+def test_a_study_is_done_once_and_decays_from_its_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    write_text(tmp_path / "text.txt", paragraphs=120)
     scale = _scale("tiny")
     small = {"steps": 10, "length": 16, "batch_size": 2, "held_out_samples": 2, "tokenizer": "bpe:300"}
+    small |= {"data": (str(tmp_path / "text.txt"),)}
     scale = replace(scale, settings={**scale.settings, **small})
     parents = runs.to_decay(
         runs.grid(scale, "gated", "candidate:gain=gated,strength=3", (0,), averages=("power:0.7",))

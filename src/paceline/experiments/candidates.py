@@ -279,7 +279,7 @@ class Candidate(AdamW):
             memory["flat_average"], memory["flat_slow"] = before.clone(), before.clone()
             memory["flat_tuned"] = torch.zeros_like(tensors.counts)
             memory["flat_readings"] = tensors.counts.new_zeros(4, len(tensors.sizes))
-            memory["flat_noise"] = torch.zeros(())
+            memory["flat_noise"] = torch.zeros((), dtype=torch.float32)
         average, slow = memory["flat_average"], memory["flat_slow"]
         if self._t is None:
             self._t, self._noise = int(memory["step"].item()) - 1, float(memory["flat_noise"].item())
@@ -297,8 +297,8 @@ class Candidate(AdamW):
             tuned=memory["flat_tuned"], lr=lr, rate=rate, slow_rate=slow_rate, noise=self._noise, t=t,
             tensors=tensors,
         )  # fmt: skip
-        self._noise = (1 - rate) ** 2 * (self._noise + lr**2)
-        memory["flat_noise"] = torch.tensor(self._noise)
+        memory["flat_noise"] = torch.tensor((1 - rate) ** 2 * (self._noise + lr**2), dtype=torch.float32)
+        self._noise = memory["flat_noise"].item()  # as a state keeps it, so that resuming changes nothing
         pull, factor = self._pull(scene)
         live = before + scene.step * factor - pull
         if t % READ_EVERY == 0:
