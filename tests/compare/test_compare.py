@@ -26,7 +26,7 @@ from paceline.lm.files import locked
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("PACELINE_KILLS", "2"))
+KILLS = int(os.environ.get("PACELINE_KILLS", "1"))
 SMALL = ["--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", "16", "--batch-size", "2"]
 SMALL += ["--steps", "8", "--held-out-samples", "3", "--warmup", "2", "--device", "cpu"]
 
