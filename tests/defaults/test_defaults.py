@@ -56,7 +56,6 @@ SETTINGS = {
     "push_then_pull": {"strength": 2.0, "steps": 60},
     "leash": {"length": 0.1},
     "scaled": {"strength": 15.0},
-    "by_size": {"strength": 10.0},
     "capped": {"length": 0.03, "strength": 1.0},
 }
 
@@ -124,12 +123,14 @@ def test_the_gate_pulls_noise_and_lets_drift_go():
 
 def _scale(name: str) -> runs.Scale:
     scale = runs.SCALES[name]
-    return replace(scale, settings={**scale.settings, "data": ("python",), "model": "gpt:0.3m"})
+    model = "a-pretrained-one" if scale.settings.get("task") == "sft" else "gpt:0.3m"
+    return replace(scale, settings={**scale.settings, "data": ("python",), "model": model})
 
 
 @pytest.mark.parametrize("group", runs.GROUPS)
-def test_every_run_of_the_study_can_be_built(group, tmp_path):
-    scale = _scale("7m")
+@pytest.mark.parametrize("size", runs.SCALES)
+def test_every_run_of_the_study_can_be_built(group, size, tmp_path):
+    scale = _scale(size)
     named = runs.GROUPS[group](scale, tmp_path, 1)
     assert named
     for name, run in named.items():
@@ -158,6 +159,7 @@ def test_a_study_is_done_once_and_decays_from_its_checkpoints(tmp_path, monkeypa
     assert all(math.isfinite(line["losses"]["power_0_7"]) for line in lines)
     assert lines[0]["losses"] != lines[1]["losses"]
     assert len(lines[0]["readings"]) == 4
+    assert lines[0]["config"]["data"] == ["text.txt"]  # no folder of this machine
     assert not (tmp_path / "runs/gated+wsd-0.003-1/checkpoints").exists()
     work(everything, tmp_path / "runs", record, 2, told.append)
     assert told[-1] == "0 runs to do, 2 done before"
@@ -197,7 +199,7 @@ def _result(method: str, lr: float, seed: int, **losses: float | None) -> regret
 
 
 RESULTS = [
-    _result("a", 1e-3, 1, live=3.2, average=3.0),
+    _result("a", 1e-3, 1, live=3.2, average=2.99),
     _result("a", 1e-3, 2, live=3.3, average=3.2),
     _result("a", 2e-3, 1, live=3.1, average=3.3),
     _result("a", 2e-3, 2, live=3.1, average=None),
@@ -209,14 +211,15 @@ RESULTS = [
 def test_best_rates_and_weights():
     assert regret.best_rate(RESULTS, Pick("a", "average")) == 1e-3  # a run that diverged never wins
     assert regret.best_rate(RESULTS, Pick("a", "live")) == 2e-3
-    assert regret.best_weights(RESULTS, "a") in (Pick("a", "average"), Pick("a", "live"))
+    assert regret.best_weights(RESULTS, "a") == Pick("a", "average")  # 3.095 at its best, live 3.1
+    assert regret.best_weights(RESULTS, "a", ["live"]) == Pick("a", "live")
     assert regret.losses_of(RESULTS, Pick("a", "average"))[2e-3] == {1: 3.3, 2: math.inf}
 
 
 def test_regret_is_paired_by_seed():
     found = regret.regret(RESULTS, Pick("b", "average"), 1e-3, Pick("a", "average"), 1e-3)
-    assert found is not None and found.mean == pytest.approx(0.0) and found.seeds == 2
-    assert found.error == pytest.approx(0.05)  # of +0.05 and −0.05
+    assert found is not None and found.mean == pytest.approx(0.005) and found.seeds == 2
+    assert found.error == pytest.approx(0.055)  # of +0.06 and −0.05
     assert regret.regret(RESULTS, Pick("b", "average"), 5e-3, Pick("a", "average"), 1e-3) is None
 
 
@@ -240,7 +243,7 @@ def test_steps_to_a_target():
 def test_the_table_has_a_row_for_each_method():
     rows = regret.table(RESULTS)
     assert rows[0] == ["method", "weights", "0.001", "0.002"]
-    assert rows[1] == ["a", "average", "3.100 ± 0.100", "inf"] or rows[1][1] == "live"
+    assert rows[1] == ["a", "average", "3.095 ± 0.105", "inf"]
     assert rows[2] == ["b", "average", "3.100 ± 0.050", ""]
 
 
@@ -251,8 +254,3 @@ def test_a_file_of_records_is_read(tmp_path: Path):
     assert regret.read([path]) == [
         regret.Result(method="paper:0.003", lr=0.002, seed=11, losses={"live": 2.0}, train=(3.5,))
     ]
-
-
-def test_settings_of_a_scale_are_those_of_a_run():
-    for scale in runs.SCALES.values():
-        Run(**{"model": "gpt:1m", **scale.settings} | ({"model": "x"} if "task" in scale.settings else {}))

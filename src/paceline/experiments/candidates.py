@@ -109,7 +109,6 @@ def hypergradient(
     high: float = 3.0,
     target: float = 0.0,
     acts: str = "pull",
-    whole: bool = False,
 ) -> Pull:
     """H2: λ = β(e^u − 1); u follows the cosine of gradient and gap, tensor by tensor.
 
@@ -117,8 +116,6 @@ def hypergradient(
     "both" pulls where u is positive and lengthens the step where it is negative.
     """
     evidence = (s.cosine() - target) * s.tensors.counts.sqrt()
-    if whole:  # one u for the model
-        evidence = (evidence * s.tensors.counts).sum() / s.tensors.counts.sum()
     s.tuned.add_(speed * evidence.clamp(-1, 1)).clamp_(low, high)
     u = s.tuned
     pulling = u if acts == "pull" else u.clamp(min=0) if acts == "both" else torch.zeros_like(u)
@@ -170,27 +167,16 @@ def leash(
     return s.tensors.spread(1 - 1 / excess.clamp(min=1)) * gap, 1.0
 
 
-def scaled(s: Scene, strength: float, whole: bool = True) -> Pull:
-    """The paper's with c = strength · rms √v̂, of the whole model or of each tensor: blind to loss scale."""
-    sizes = s.tensors.norms(s.root)
-    if whole:
-        rms: Tensor = sizes.norm() / s.tensors.counts.sum().sqrt()
-    else:
-        rms = s.tensors.spread(sizes / s.tensors.counts.sqrt())
+def scaled(s: Scene, strength: float) -> Pull:
+    """The paper's with c = strength · rms √v̂ of the whole model: blind to loss scale."""
+    rms = s.root.norm() / math.sqrt(s.root.numel())
     return (s.rate * s.lr * strength * rms / s.root).clamp(max=1) * s.gap, 1.0
-
-
-def by_size(s: Scene, strength: float, floor: float = 0.02, vector_floor: float = 0.2) -> Pull:
-    """R = strength · η / rms of the tensor: steps that are large beside the weights are held back."""
-    size = s.tensors.sizes_of(s.average, floor, vector_floor)
-    return s.tensors.spread((s.rate * strength * s.lr / size).clamp(max=1)) * s.gap, 1.0
 
 
 def capped(
     s: Scene,
     length: float,
     strength: float = 0.0,
-    always: bool = False,
     of: str = "step",
     frozen: bool = False,
     floor: float = 0.02,
@@ -198,16 +184,15 @@ def capped(
 ) -> Pull:
     """No step of a tensor is longer than `length` of it; the pull is as strong as the step was cut.
 
-    R = strength · (1 − factor), or `always` strength. `of="lr"` limits the learning rate instead, to `length`
-    of the tensor's rms. `frozen`: the size is that of the tensor as it began.
+    R = strength · (1 − factor). `of="lr"` limits the learning rate instead, to `length` of the tensor's rms.
+    `frozen`: the size is that of the tensor as it began.
     """
     if s.t == 1:
         s.tuned.copy_(s.tensors.sizes_of(s.average, floor, vector_floor))
     size = s.tuned if frozen else s.tensors.sizes_of(s.average, floor, vector_floor)
     asked = s.tensors.norms(s.step) / s.tensors.counts.sqrt() if of == "step" else max(s.lr, 1e-30)
     factor = (length * size / asked).clamp(max=1)
-    ratio = strength * (torch.ones_like(factor) if always else 1 - factor)
-    gain = (s.rate * ratio).clamp(max=1)
+    gain = (s.rate * strength * (1 - factor)).clamp(max=1)
     return s.tensors.spread(gain) * s.gap, s.tensors.spread(factor)
 
 
@@ -221,7 +206,6 @@ GAINS: dict[str, Callable[..., Pull]] = {
     "push_then_pull": push_then_pull,
     "leash": leash,
     "scaled": scaled,
-    "by_size": by_size,
     "capped": capped,
 }
 
@@ -267,7 +251,11 @@ class Candidate(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step, for all weights with a gradient: all of them, or none."""
+        """One step; every weight needs a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         parameters = [p for group in self.param_groups for p in group["params"]]
         if self._tensors is None:
             self._tensors = Tensors(parameters)
@@ -307,6 +295,7 @@ class Candidate(AdamW):
         slow.lerp_(live, slow_rate)
         parts = torch.split(live, tensors.sizes)
         torch._foreach_copy_(parameters, [x.view_as(p) for x, p in zip(parts, parameters, strict=True)])
+        return loss
 
 
 def _readings(s: Scene) -> Tensor:

@@ -86,8 +86,19 @@ def grid(
         # Losses are wanted of the end only, and no checkpoint of a run that takes a minute.
         settings |= {"evaluate_every": steps, "checkpoint_every": steps, "keep": 1}
         full = method if recipe in (None, "paper") else f"{method}@{recipe}"
-        runs[f"{full}-{lr:g}-{seed}"] = Run(optimizer=text, lr=lr, averages=averages, seed=seed, **settings)
+        runs[f"{full}-{plainly(lr)}-{seed}"] = Run(
+            optimizer=text, lr=lr, averages=averages, seed=seed, **settings
+        )
     return runs
+
+
+def plainly(lr: float) -> str:
+    """A learning rate without an exponent, whose sign would look like the hyphens of a name.
+
+    >>> plainly(3.75e-5)
+    '0.0000375'
+    """
+    return f"{lr:.10f}".rstrip("0").rstrip(".")
 
 
 def to_decay(runs: Named) -> Named:
@@ -97,15 +108,13 @@ def to_decay(runs: Named) -> Named:
 
 def decayed(parents: Named, out: Path) -> Named:
     """WSD: the last fifth of each run again, with a rate that goes to 0."""
-    return {
-        name.replace("-", "+wsd-", 1): replace(
-            run,
-            schedule="wsd:decay=0.2",
-            fork=f"{out / name}@{run.checkpoint_every}",
-            checkpoint_every=run.steps,
-        )
-        for name, run in parents.items()
-    }
+    runs = {}
+    for name, run in parents.items():
+        method, lr, seed = name.rsplit("-", 2)
+        fork = f"{out / name}@{run.checkpoint_every}"
+        run = replace(run, schedule="wsd:decay=0.2", fork=fork, checkpoint_every=run.steps)
+        runs[f"{method}+wsd-{lr}-{seed}"] = run
+    return runs
 
 
 # --- Methods ----------------------------------------------------------------------------------------

@@ -47,13 +47,22 @@ def summary(folder: Path, outcome: str) -> dict[str, Any]:
     return {
         "name": folder.name,
         "outcome": outcome,
-        "config": {k: v for k, v in about["config"].items() if v != usual[k] and k != "fork"},
+        "config": {
+            k: _without_folders(k, v) for k, v in about["config"].items() if v != usual[k] and k != "fork"
+        },
         "losses": ends[-1]["losses"]["held-out"] if outcome == "finished" else {},
         "train": [_mean(steps[i : i + 50]) for i in range(0, len(steps), 50)],
         "readings": readings(folder),
         "seconds": round(timing[-1]["time"] - timing[0]["time"], 1),
         "environment": {k: about["environment"][k] for k in ("commit", "torch", "gpu")},
     }
+
+
+def _without_folders(name: str, value: Any) -> Any:
+    """Where the data were is nobody's business, and not the same elsewhere."""
+    if name in ("data", "held_out"):
+        return [Path(item).name for item in value]
+    return Path(value).name if name in ("model", "tokenizer") else value
 
 
 def _mean(losses: list[float | None]) -> float | None:
