@@ -56,6 +56,12 @@ SETTINGS = {
     "push_then_pull": {"strength": 2.0, "steps": 60},
     "leash": {"length": 0.1},
     "scaled": {"strength": 15.0},
+    "softened": {"strength": 15.0},
+    "split": {"strength": 15.0, "push": 0.3},
+    "tensorwise": {"strength": 15.0},
+    "sized": {"strength": 4.0},
+    "stable": {},
+    "clipped": {},
     "capped": {"length": 0.03, "strength": 1.0},
 }
 

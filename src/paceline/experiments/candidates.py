@@ -33,6 +33,8 @@ class Tensors:
         self.sizes = sizes
         self.counts = torch.tensor(sizes, device=device, dtype=parameters[0].dtype)
         self.vectors = torch.tensor([p.ndim < 2 for p in parameters], device=device)
+        largest = [size == max(sizes) for size in sizes]
+        self.largest = torch.tensor(largest, device=device)
         self._number = torch.repeat_interleave(
             torch.arange(len(sizes), device=device), torch.tensor(sizes, device=device)
         )
@@ -63,6 +65,7 @@ class Scene(NamedTuple):
     gap: Tensor  # live − average
     average: Tensor
     slow: Tensor  # a second, slower average
+    gradient: Tensor
     step: Tensor  # the base's: live after it − live before it
     root: Tensor  # √v̂ + ε
     cosine: Callable[[], Tensor]  # (tensors,): of the gradient and the gap
@@ -82,9 +85,12 @@ Pull = tuple[Tensor | float, Tensor | float]
 # --- The gains of the library -----------------------------------------------------------------------
 
 
-def paper(s: Scene, strength: float) -> Pull:
-    """λ = min(β η c/√v̂, 1)."""
-    return (s.rate * s.lr * strength / s.root).clamp(max=1) * s.gap, 1.0
+def paper(s: Scene, strength: float, part: str = "all") -> Pull:
+    """λ = min(β η c/√v̂, 1); `part="largest"`: only in the largest tensor, the embedding, or in the "rest"."""
+    gain = (s.rate * s.lr * strength / s.root).clamp(max=1)
+    if part != "all":
+        gain = gain * s.tensors.spread(s.tensors.largest if part == "largest" else ~s.tensors.largest)
+    return gain * s.gap, 1.0
 
 
 def uniform(s: Scene, strength: float) -> Pull:
@@ -167,10 +173,52 @@ def leash(
     return s.tensors.spread(1 - 1 / excess.clamp(min=1)) * gap, 1.0
 
 
-def scaled(s: Scene, strength: float) -> Pull:
-    """The paper's with c = strength · rms √v̂ of the whole model: blind to loss scale."""
+def scaled(s: Scene, strength: float, push: float = 0.0) -> Pull:
+    """The paper's with c = strength · rms √v̂ of the whole model, blind to loss scale; less a push.
+
+    R = η/η* − push: below a learning rate of its own, every coordinate is pushed along.
+    """
     rms = s.root.norm() / math.sqrt(s.root.numel())
+    ratio = s.lr * strength * rms / s.root - push
+    return (s.rate * ratio).clamp(max=1) * s.gap, 1.0
+
+
+def softened(s: Scene, strength: float, push: float = 0.0) -> Pull:
+    """`scaled` without a pull: what it does to steady motion, done to the step. AdamW with a larger ε."""
+    rms = s.root.norm() / math.sqrt(s.root.numel())
+    return -s.rate * push * s.gap, s.root / (s.root + s.lr * strength * rms)
+
+
+def split(s: Scene, strength: float, push: float) -> Pull:
+    """`scaled`, pulling toward one average and pushing away from a slower one."""
+    pull, _ = scaled(s, strength)
+    return pull - s.slow_rate * push * (s.gap + s.average - s.slow), 1.0
+
+
+def tensorwise(s: Scene, strength: float) -> Pull:
+    """`scaled`, with the root mean square of each tensor instead of the model's."""
+    rms = s.tensors.spread(s.tensors.norms(s.root) / s.tensors.counts.sqrt())
     return (s.rate * s.lr * strength * rms / s.root).clamp(max=1) * s.gap, 1.0
+
+
+def sized(
+    s: Scene, strength: float, power: float = 1.0, floor: float = 0.02, vector_floor: float = 0.2
+) -> Pull:
+    """λ = β · strength · (η/size of the tensor)^power: stronger where steps are long beside the weights."""
+    share = s.lr / s.tensors.sizes_of(s.average, floor, vector_floor)
+    return s.tensors.spread((s.rate * strength * share**power).clamp(max=1)) * s.gap, 1.0
+
+
+def stable(s: Scene, limit: float = 1.0) -> Pull:
+    """No pull: a tensor's step is divided by the root mean square of g/√v̂ where that is over `limit`."""
+    surprise = s.tensors.norms(s.gradient / s.root) / s.tensors.counts.sqrt()
+    return 0.0, s.tensors.spread(1 / (surprise / limit).clamp(min=1))
+
+
+def clipped(s: Scene, limit: float = 1.0) -> Pull:
+    """No pull: no coordinate steps farther than `limit` times η."""
+    longest = limit * s.lr
+    return s.step - s.step.clamp(-longest, longest), 1.0
 
 
 def capped(
@@ -206,6 +254,12 @@ GAINS: dict[str, Callable[..., Pull]] = {
     "push_then_pull": push_then_pull,
     "leash": leash,
     "scaled": scaled,
+    "softened": softened,
+    "split": split,
+    "tensorwise": tensorwise,
+    "sized": sized,
+    "stable": stable,
+    "clipped": clipped,
     "capped": capped,
 }
 
@@ -281,9 +335,9 @@ class Candidate(AdamW):
         root.sqrt_().div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
         rate, slow_rate = ((1 + t) ** -power for power in self._powers)
         scene = Scene(
-            gap=gap, average=average, slow=slow, step=after - before, root=root, cosine=cosine,
-            tuned=memory["flat_tuned"], lr=lr, rate=rate, slow_rate=slow_rate, noise=self._noise, t=t,
-            tensors=tensors,
+            gap=gap, average=average, slow=slow, gradient=gradient, step=after - before, root=root,
+            cosine=cosine, tuned=memory["flat_tuned"], lr=lr, rate=rate, slow_rate=slow_rate,
+            noise=self._noise, t=t, tensors=tensors,
         )  # fmt: skip
         memory["flat_noise"] = torch.tensor((1 - rate) ** 2 * (self._noise + lr**2), dtype=torch.float32)
         self._noise = memory["flat_noise"].item()  # as a state keeps it, so that resuming changes nothing

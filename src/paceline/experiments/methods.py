@@ -192,8 +192,9 @@ def check_methods(run: Run) -> None:
     if run.telemetry_every is not None:
         pulling(optimizer)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    _called(run.optimizer, optimizer.step)  # where torch looks at some settings for the first time
+        parameter.grad = torch.ones_like(parameter)  # ScheduleFree+ divides by their sum
+    # Where torch looks at some settings for the first time.
+    _called(run.optimizer, partial(optimizer.step, lambda: 1.0))
 
 
 def pulling(optimizer: Optimizer) -> PACE | Pullback:

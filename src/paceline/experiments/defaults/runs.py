@@ -28,23 +28,29 @@ class Scale:
 
 
 _GPT: dict[str, Any] = {"length": 256, "held_out_samples": 768, "compile": True}
+
+
+def _pretraining(model: str, batch_size: int, steps: int, middle: float) -> Scale:
+    """A tenth of the steps warms up: with less, the warm-up decides what a large rate does."""
+    own = {"model": model, "batch_size": batch_size, "steps": steps, "warmup": steps // 10}
+    return Scale(settings=_GPT | own, middle=middle)
+
+
 SCALES = {
-    "7m": Scale(
-        settings=_GPT | {"model": "gpt:7m", "batch_size": 32, "steps": 4000, "warmup": 400}, middle=2e-3
-    ),
-    "7m-short": Scale(
-        settings=_GPT | {"model": "gpt:7m", "batch_size": 32, "steps": 1000, "warmup": 100}, middle=2e-3
-    ),
-    "7m-large-batch": Scale(
-        settings=_GPT | {"model": "gpt:7m", "batch_size": 128, "steps": 1000, "warmup": 100}, middle=2e-3
-    ),
-    "25m": Scale(
-        settings=_GPT | {"model": "gpt:25m", "batch_size": 32, "steps": 4000, "warmup": 400}, middle=1e-3
-    ),
+    "7m": _pretraining("gpt:7m", 32, 2000, 2e-3),  # 16.4M tokens
+    "7m-quarter": _pretraining("gpt:7m", 32, 500, 2e-3),
+    "7m-twice": _pretraining("gpt:7m", 32, 4000, 2e-3),
+    "7m-large-batch": _pretraining("gpt:7m", 128, 500, 2e-3),
+    "25m": _pretraining("gpt:25m", 32, 2000, 1e-3),
     "sft": Scale(
         settings={"task": "sft", "length": 512, "batch_size": 32, "steps": 300, "warmup": 30}
         | {"held_out_samples": 256},
         middle=3e-4,
+    ),
+    "1m": Scale(
+        settings={"model": "gpt:1m", "length": 64, "batch_size": 16, "steps": 1200, "warmup": 120}
+        | {"held_out_samples": 256},
+        middle=4e-3,
     ),
     "tiny": Scale(
         settings={"model": "gpt:0.3m", "tokenizer": "bpe:300", "length": 64, "batch_size": 8, "steps": 1000}
@@ -60,7 +66,7 @@ PASSIVE = tuple(f"power:{power}" for power in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)) + 
     f"half_life:{fraction}" for fraction in (0.03, 0.06, 0.12, 0.25)
 )
 BLENDS = tuple(f"blend:{share},half_life,0.06" for share in (0.5, 0.75))
-FEW = ("power:0.5", "power:0.7", "power:0.8", "half_life:0.06", "half_life:0.12")
+FEW = ("power:0.5", "power:0.6", "power:0.7", "power:0.8", "half_life:0.06", "half_life:0.12")
 
 
 def grid(
@@ -102,8 +108,11 @@ def plainly(lr: float) -> str:
 
 
 def to_decay(runs: Named) -> Named:
-    """The same, with a checkpoint after four fifths."""
-    return {k: replace(v, checkpoint_every=(v.steps or 0) * 4 // 5, keep=2) for k, v in runs.items()}
+    """The same, with a checkpoint after four fifths, where that costs less than training anew."""
+    return {
+        k: v if v.task == "sft" else replace(v, checkpoint_every=(v.steps or 0) * 4 // 5, keep=2)
+        for k, v in runs.items()
+    }
 
 
 def decayed(parents: Named, out: Path) -> Named:
@@ -111,7 +120,7 @@ def decayed(parents: Named, out: Path) -> Named:
     runs = {}
     for name, run in parents.items():
         method, lr, seed = name.rsplit("-", 2)
-        fork = f"{out / name}@{run.checkpoint_every}"
+        fork = f"{out / name}@{run.checkpoint_every}" if run.checkpoint_every != run.steps else None
         run = replace(run, schedule="wsd:decay=0.2", fork=fork, checkpoint_every=run.steps)
         runs[f"{method}+wsd-{lr}-{seed}"] = run
     return runs
@@ -143,14 +152,14 @@ def rivals(scale: Scale, **more: Any) -> Named:
     plus = plus.format(**scale.settings)
     runs = grid(scale, "cosine", cosine, schedule="cosine", **more)
     runs |= grid(scale, "schedule_free", free.format(0.9, 0.999), (0, 1, 2, 3), **no_recipe, **more)
-    runs |= grid(scale, "schedule_free.98", free.format(0.98, 0.95), (0, 1, 2, 3), **no_recipe, **more)
+    runs |= grid(scale, "schedule_free.98", free.format(0.98, 0.95), (1, 2, 3), **no_recipe, **more)
     # Its learning rate is a factor of the one it finds: 1 by default.
     found = replace(scale, middle=1.0)
     runs |= grid(found, "schedule_free_plus", plus, (-1, 0, 1), clip_norm=None, **no_recipe, **more)
-    runs |= grid(scale, "gpa", "gpa:mu_x=0.9967,mu_y=0.7", (-1, 0, 1, 2), averages=(), **more)
-    runs |= grid(scale, "ema_nesterov", "ema_nesterov:push=0.3", (-2, -1, 0, 1), **more)
+    runs |= grid(scale, "gpa", "gpa:mu_x=0.9967,mu_y=0.7", (0, 1, 2), averages=(), **more)
+    runs |= grid(scale, "ema_nesterov", "ema_nesterov:push=0.3", (-1, 0, 1), **more)
     mix = "ademamix:alpha=5,betas=(0.9,0.999,0.999),weight_decay=0.01"
-    runs |= grid(scale, "ademamix", mix, (-3, -2, -1, 0), recipe=None, **more)
+    runs |= grid(scale, "ademamix", mix, (-2, -1, 0), recipe=None, **more)
     return runs
 
 
@@ -165,8 +174,10 @@ def hypotheses(scale: Scale, powers: tuple[int, ...] = (0, 2), **more: Any) -> N
         "h5": f"gain=push_then_pull,strength=2,steps={steps}",
         "h6": "gain=relative,strength=1",
         "relative·lr": lambda lr: f"gain=relative,strength={125 * lr:g}",
-        "scaled:15": "gain=scaled,strength=15",
-        "scaled:60": "gain=scaled,strength=60",
+        "sized:4": "gain=sized,strength=4",
+        "sized:14,2": "gain=sized,strength=14,power=2",
+        "stable": "gain=stable",
+        "clipped": "gain=clipped",
         "eps": lambda lr: f"gain=uniform,strength=0,eps={3e-3 * lr:g}",
         "leash": "gain=leash,length=0.1",
         "capped": "gain=capped,length=0.03",
@@ -174,6 +185,10 @@ def hypotheses(scale: Scale, powers: tuple[int, ...] = (0, 2), **more: Any) -> N
         "capped+pull,start": "gain=capped,length=0.03,strength=1,frozen=true",
         "push": "gain=uniform,strength=-0.3",
     }
+    return _all(scale, tried, powers, **more)
+
+
+def _all(scale: Scale, tried: dict[str, Spec], powers: tuple[int, ...], **more: Any) -> Named:
     runs: Named = {}
     for method, spec in tried.items():
         runs |= grid(scale, method, _candidate(spec), powers, **more)
@@ -194,6 +209,22 @@ def gated(scale: Scale, powers: tuple[int, ...] = (-2, *RIGHT), **more: Any) -> 
     return to_decay(runs)
 
 
+def ablations(scale: Scale, powers: tuple[int, ...] = (0, 2), **more: Any) -> Named:
+    """What of the paper's gain does the work."""
+    tried: dict[str, Spec] = {
+        "paper:0.003,embedding": "gain=paper,strength=3e-3,part=largest",
+        "paper:0.003,rest": "gain=paper,strength=3e-3,part=rest",
+        "paper:0.003,control:0.35": "gain=paper,strength=3e-3,ema_power=0.35",
+        "paper:0.003,control:0.65": "gain=paper,strength=3e-3,ema_power=0.65",
+        "scaled:5": "gain=scaled,strength=5",
+        "scaled:15": "gain=scaled,strength=15",
+        "softened:15": "gain=softened,strength=15",
+        "tensorwise:5": "gain=tensorwise,strength=5",
+        "uniform·lr": lambda lr: f"gain=uniform,strength={125 * lr:g}",
+    }
+    return _all(scale, tried, powers, **more)
+
+
 def _candidate(spec: Spec) -> Spec:
     return f"candidate:{spec}" if isinstance(spec, str) else lambda lr: f"candidate:{spec(lr)}"
 
@@ -207,13 +238,36 @@ def warmups(scale: Scale, **more: Any) -> Named:
     )
 
 
+SIGNED: dict[str, Spec] = {
+    "signed:15,0.3": "gain=scaled,strength=15,push=0.3",
+    "signed:15,0.5": "gain=scaled,strength=15,push=0.5",
+    "signed:15,0.3,control:0.35": "gain=scaled,strength=15,push=0.3,ema_power=0.35",
+    "scaled:15": "gain=scaled,strength=15",
+    "scaled:15,control:0.35": "gain=scaled,strength=15,ema_power=0.35",
+    "split:15,0.5": "gain=split,strength=15,push=0.5,ema_power=0.35,slow_power=0.5",
+    "softened:15,0.5": "gain=softened,strength=15,push=0.5",
+}
+"""What the study came to: pull what has small gradients, push the rest."""
+
+
+def signed(scale: Scale, powers: tuple[int, ...] = (-2, *RIGHT), **more: Any) -> Named:
+    """All of `SIGNED`."""
+    return _all(scale, SIGNED, powers, **more)
+
+
 Group = Callable[[Scale, Path, int], Named]
 GROUPS: dict[str, Group] = {
     "baselines": lambda scale, out, seed: plain(scale, seed=seed),
-    "usual": lambda scale, out, seed: plain(scale, "usual", seed=seed),
+    "usual": lambda scale, out, seed: (
+        plain(scale, "usual", (-2, *RIGHT), seed=seed)
+        | paper(scale, (3e-3,), (0, 1, 2), recipe="usual", seed=seed)
+    ),
     "paper": lambda scale, out, seed: paper(scale, (1e-3, 3e-3, 1e-2, 3e-2), seed=seed),
     "gated": lambda scale, out, seed: gated(scale, seed=seed),
+    "ablations": lambda scale, out, seed: ablations(scale, seed=seed),
     "rivals": lambda scale, out, seed: rivals(scale, seed=seed),
+    "signed": lambda scale, out, seed: signed(scale, seed=seed),
+    "signed-usual": lambda scale, out, seed: signed(scale, seed=seed, recipe="usual"),
     "hypotheses": lambda scale, out, seed: hypotheses(scale, seed=seed),
     "warmups": lambda scale, out, seed: warmups(scale, seed=seed),
     "decay": lambda scale, out, seed: decayed(
