@@ -49,7 +49,7 @@ clean:
 	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(READY): $(DEMO)
-	$(INSTALL) ".[save,compare,gguf,data]" --group dev
+	$(INSTALL) ".[save,compare,theory,gguf,data]" --group dev
 	touch $(READY)
 
 $(DEMO): pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""The command `paceline`: compare, train, evaluate, export, prepare data, look into what a folder holds."""
+"""The command `paceline`: compare, train, evaluate, export, prepare data, look into folders, theory."""
 
 import argparse
 import re
@@ -11,6 +11,7 @@ from paceline.experiments import config
 from paceline.experiments.compare.method import DEFAULT as METHODS
 from paceline.experiments.config import ConfigError
 from paceline.experiments.terminal import printable
+from paceline.experiments.theory import command as theory
 
 if TYPE_CHECKING:
     from paceline.experiments.compare.comparison import Reported
@@ -54,6 +55,7 @@ file (--config run.toml), under the same names; flags win over it.""",
     "eval": "example:\n  paceline eval runs/first --weights average",
     "export": "example:\n  paceline export runs/first model/ --weights average",
     "doctor": "example:\n  paceline doctor runs/first",
+    "theory": theory.EXAMPLES,
     "data": "example:\n  paceline data shards/ --data my.jsonl.xz --tokenizer gpt2",
 }
 
@@ -163,6 +165,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     data.add_argument("folder", type=Path, help="where to write the shards")
     data.add_argument("--data", nargs="+", required=True, help="as in train")
     data.add_argument("--tokenizer", default="bpe:2048", help="as in train")
+    theory.add(
+        add("theory", "the theory behind PACE: numbers, pictures, advice on your runs", _theory), _Parser
+    )
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         flags = [f"--{name.replace('_', '-')}" for name in config.documentation()]
@@ -358,6 +363,10 @@ def _data(options: argparse.Namespace) -> int:
     for part, tokens in (("train", text.training), ("held-out", text.held_out)):
         _say(f"{part}: {tokens.documents:,} documents, {tokens.count:,} tokens of {tokens.vocabulary:,}")
     return 0
+
+
+def _theory(options: argparse.Namespace) -> int:
+    return theory.run(options, _say)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.experiments.candidates import GAINS, Candidate
 from paceline.experiments.config import ConfigError, Run
-from paceline.experiments.defaults import regret, runs
+from paceline.experiments.defaults import figures, regret, runs
 from paceline.experiments.defaults.regret import Pick
 from paceline.experiments.defaults.work import work
 from paceline.experiments.methods import MissingPackageError, check_methods, make_optimizer
@@ -133,6 +133,7 @@ def _scale(name: str) -> runs.Scale:
     return replace(scale, settings={**scale.settings, "data": ("python",), "model": model})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", runs.GROUPS)
 @pytest.mark.parametrize("size", runs.SCALES)
 def test_every_run_of_the_study_can_be_built(group, size, tmp_path):
@@ -251,6 +252,15 @@ def test_the_table_has_a_row_for_each_method():
     assert rows[0] == ["method", "weights", "0.001", "0.002"]
     assert rows[1] == ["a", "average", "3.095 ± 0.105", "inf"]
     assert rows[2] == ["b", "average", "3.100 ± 0.050", ""]
+
+
+def test_the_figures_say_what_they_show(tmp_path: Path):
+    lines = figures.draw(RESULTS, ["a", "b"], tmp_path / "f.png")
+    assert lines[0] == "regret against a (average) at 0.001"
+    assert lines[2] == "  b: 0.001: 0.005 ± 0.055"
+    assert "steps to a training loss of 3.200, each at its best rate" in lines
+    assert lines[-1] == "  b at 0.001: 200.000 ± 0.000 (2 of 2 runs)"
+    assert (tmp_path / "f.png").stat().st_size > 10_000
 
 
 def test_a_file_of_records_is_read(tmp_path: Path):

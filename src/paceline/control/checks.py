@@ -1,0 +1,79 @@
+"""How an argument is refused: what, its value, what is allowed."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+def require(ok: bool, what: str, value: object, allowed: str) -> None:
+    """Raise ValueError unless ok."""
+    if not ok:
+        raise ValueError(f"Invalid {what}: {value!r}; allowed: {allowed}")
+
+
+def number(what: str, value: ArrayLike, allowed: str, ok: Any) -> Array:
+    """A number or an array of them, all finite and all fulfilling `ok`."""
+    array = np.asarray(value, dtype=np.float64)
+    require(bool(np.all(np.isfinite(array)) and np.all(ok(array))), what, value, allowed)
+    return array
+
+
+def whole(what: str, value: Any, least: int) -> int:
+    """An integer of at least that."""
+    ok = isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
+    require(ok, what, value, f"an integer >= {least}")
+    return int(value)
+
+
+def one(what: str, array: Array) -> float:
+    """A single number, of functions that do not broadcast."""
+    require(array.ndim == 0, what, array.tolist(), "a single number")
+    return float(array)
+
+
+def positive(what: str, value: ArrayLike) -> Array:
+    """A number over 0."""
+    return number(what, value, "a finite number > 0", lambda x: x > 0)
+
+
+def finite(what: str, value: ArrayLike) -> Array:
+    """Any finite number."""
+    return number(what, value, "a finite number", lambda x: x == x)
+
+
+def not_negative(what: str, value: ArrayLike) -> Array:
+    """A number of at least 0."""
+    return number(what, value, "a finite number >= 0", lambda x: x >= 0)
+
+
+def rate(value: ArrayLike) -> Array:
+    """An averaging rate."""
+    return number("rate", value, "0 < rate <= 1", lambda x: (x > 0) & (x <= 1))
+
+
+def time_in(time: ArrayLike, horizon: Array) -> Array:
+    """A time between 0 and the horizon."""
+    return number("time", time, f"0 <= time <= horizon = {horizon}", lambda x: (x >= 0) & (x <= horizon))
+
+
+def square(what: str, value: ArrayLike) -> Array:
+    """A square matrix; a number is one of size 1."""
+    matrix = np.atleast_2d(np.asarray(value, dtype=np.float64))
+    ok = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and bool(np.all(np.isfinite(matrix)))
+    require(ok, what, value, "a square matrix of finite numbers")
+    return matrix
+
+
+def symmetric(what: str, value: ArrayLike, *, definite: bool) -> Array:
+    """A symmetric matrix, positive definite or at least semidefinite."""
+    matrix = square(what, value)
+    size = float(np.max(np.abs(matrix), initial=0.0))
+    alike = bool(np.allclose(matrix, matrix.T, rtol=0, atol=1e-12 * size))
+    kind = "positive definite" if definite else "positive semidefinite"
+    require(alike, what, value, f"a symmetric, {kind} matrix")
+    least = float(np.linalg.eigvalsh(matrix)[0])
+    require(least > 0 if definite else least >= -1e-12 * size, what, value, f"a symmetric, {kind} matrix")
+    return (matrix + matrix.T) / 2

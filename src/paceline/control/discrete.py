@@ -1,0 +1,293 @@
+"""The stylised update, run: on quadratics, on other convex losses and on real data, many paths at once.
+
+.. code-block:: text
+
+    θ' = θ − η g + c (E − θ)        E' = (1 − β) E + β θ'          eq. stylized_update
+
+Weights are (d,) or (paths, d). Three averages come out: the live weights θ, their EMA E, which is what PACE
+returns, and their flat mean, which is what the convex theorem is about.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, final
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import linprog, minimize
+from scipy.special import expit
+
+from paceline.control.checks import Array, finite, not_negative, number, positive, require, symmetric, whole
+from paceline.control.checks import rate as checked_rate
+from paceline.control.recursion import VARIANTS, Variant
+
+# --- The update ---------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """The two sets of weights."""
+
+    live: Array
+    average: Array
+
+
+def step(
+    pair: Pair, gradient: Array, lr: float, pull: ArrayLike, rate: float, variant: Variant = "pre"
+) -> Pair:
+    """One update. The pull is a number or one for each coordinate.
+
+    >>> import numpy as np
+    >>> here = Pair(np.array([1.0]), np.array([0.0]))
+    >>> step(here, np.array([2.0]), lr=0.1, pull=0.5, rate=0.25)
+    Pair(live=array([0.3]), average=array([0.075]))
+    """
+    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
+    live, average = pair
+    raw, strength = live - lr * gradient, np.asarray(pull, dtype=np.float64)
+    if variant == "pre":
+        new = raw + strength * (average - live)
+        return Pair(new, (1 - rate) * average + rate * new)
+    if variant == "post":
+        new = raw + strength * (average - raw)
+        return Pair(new, (1 - rate) * average + rate * new)
+    moved = (1 - rate) * average + rate * raw
+    return Pair(raw + strength * ((moved if variant == "lookahead" else average) - raw), moved)
+
+
+# --- Losses -------------------------------------------------------------------------------------------
+
+
+class Loss(Protocol):
+    """A convex function of weights (…, d)."""
+
+    @property
+    def size(self) -> int: ...  # d
+    @property
+    def optimum(self) -> Array: ...
+    def value(self, weights: Array) -> Array: ...
+    def gradient(self, weights: Array, rng: np.random.Generator) -> Array: ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Quadratic:
+    """½ (θ − μ)' A (θ − μ), with additive Gaussian noise of standard deviation sigma in its gradients."""
+
+    curvature: ArrayLike  # (d,): the diagonal of A; or A itself, (d, d)
+    sigma: float = 0.0
+    center: ArrayLike = 0.0  # μ
+
+    def __post_init__(self) -> None:
+        if finite("curvature", self.curvature).ndim > 1:
+            symmetric("curvature", self.curvature, definite=False)
+        not_negative("sigma", self.sigma)
+        ok = finite("center", self.center).shape in ((), (1,), (self.size,))
+        require(ok, "center", self.center, f"a number, or {self.size}")
+
+    @property
+    def size(self) -> int:
+        return len(self._curvature)
+
+    @property
+    def optimum(self) -> Array:
+        return np.broadcast_to(np.asarray(self.center, float), (self.size,))
+
+    @property
+    def _curvature(self) -> Array:
+        return np.atleast_1d(np.asarray(self.curvature, dtype=np.float64))
+
+    def _times(self, gap: Array) -> Array:
+        product: Array = gap @ self._curvature.T if self._curvature.ndim == 2 else gap * self._curvature
+        return product
+
+    def value(self, weights: Array) -> Array:
+        gap = weights - self.optimum
+        total: Array = 0.5 * np.sum(gap * self._times(gap), axis=-1)
+        return total
+
+    def gradient(self, weights: Array, rng: np.random.Generator) -> Array:
+        exact = self._times(weights - self.optimum)
+        return exact if self.sigma == 0 else exact + self.sigma * rng.standard_normal(exact.shape)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PiecewiseLinear:
+    """mean_i |a_i · θ − b_i|: convex, Lipschitz, nowhere smooth; gradients of one term drawn at random."""
+
+    slopes: Array  # (n, d)
+    offsets: Array  # (n,)
+
+    def __post_init__(self) -> None:
+        require(finite("slopes", self.slopes).ndim == 2, "slopes", self.slopes, "a matrix")
+        ok = finite("offsets", self.offsets).shape == self.slopes.shape[:1]
+        require(ok, "offsets", self.offsets, f"{len(self.slopes)} numbers, one for each row of slopes")
+
+    @property
+    def size(self) -> int:
+        return int(self.slopes.shape[1])
+
+    @property
+    def optimum(self) -> Array:
+        """By linear programming."""
+        n, d = self.slopes.shape
+        cost = np.concatenate([np.zeros(d), np.ones(n) / n])
+        sides = np.block([[self.slopes, -np.eye(n)], [-self.slopes, -np.eye(n)]])
+        found = linprog(cost, sides, np.concatenate([self.offsets, -self.offsets]), bounds=(None, None))
+        best: Array = found.x[:d]
+        return best
+
+    @property
+    def lipschitz(self) -> float:
+        """G, of the whole."""
+        return float(np.linalg.norm(self.slopes, 2) / np.sqrt(len(self.slopes)))
+
+    @property
+    def sigma(self) -> float:
+        """A bound of the gradients' standard deviation: E|g − Eg|² ≤ E|g|², the mean of |a_i|²."""
+        return float(np.sqrt(np.mean(np.sum(self.slopes**2, axis=1))))
+
+    def value(self, weights: Array) -> Array:
+        values: Array = np.mean(np.abs(weights @ self.slopes.T - self.offsets), axis=-1)
+        return values
+
+    def gradient(self, weights: Array, rng: np.random.Generator) -> Array:
+        drawn = rng.integers(len(self.slopes), size=weights.shape[:-1])
+        rows = self.slopes[drawn]
+        signs = np.sign(np.sum(rows * weights, axis=-1) - self.offsets[drawn])
+        gradient: Array = signs[..., None] * rows
+        return gradient
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Logistic:
+    """Logistic regression with a little weight decay, on any data; gradients of batches drawn at random."""
+
+    features: Array  # (n, d)
+    labels: Array  # (n,) of −1 and 1
+    decay: float = 1e-3
+    batch: int = 8
+
+    def __post_init__(self) -> None:
+        require(finite("features", self.features).ndim == 2, "features", self.features, "a matrix")
+        ok = np.shape(self.labels) == self.features.shape[:1] and set(np.unique(self.labels)) <= {-1.0, 1.0}
+        require(ok, "labels", self.labels, "-1 and 1, one for each row of features")
+        positive("decay", self.decay)
+        whole("batch", self.batch, 1)
+
+    @property
+    def size(self) -> int:
+        return int(self.features.shape[1])
+
+    @property
+    def optimum(self) -> Array:
+        """By Newton's method, to rounding."""
+        d = self.features.shape[1]
+        signed = self.features * self.labels[:, None]
+
+        def slope(w: Array) -> Array:
+            total: Array = -signed.T @ expit(-signed @ w) / len(signed) + self.decay * w
+            return total
+
+        def curvature(w: Array) -> Array:
+            share = expit(signed @ w)
+            total: Array = (signed.T * (share * (1 - share))) @ signed / len(signed) + self.decay * np.eye(d)
+            return total
+
+        w: Array = minimize(lambda w: float(self.value(w)), np.zeros(d), jac=slope, method="BFGS").x
+        for _ in range(20):
+            w = w - np.linalg.solve(curvature(w), slope(w))
+        return w
+
+    def value(self, weights: Array) -> Array:
+        margins = weights @ (self.features * self.labels[:, None]).T
+        values: Array = np.mean(np.logaddexp(0, -margins), axis=-1) + self.decay / 2 * np.sum(
+            weights**2, axis=-1
+        )
+        return values
+
+    def gradient(self, weights: Array, rng: np.random.Generator) -> Array:
+        drawn = rng.integers(len(self.labels), size=(*weights.shape[:-1], self.batch))
+        rows = self.features[drawn] * self.labels[drawn][..., None]  # (…, batch, d)
+        margins = np.einsum("...bd,...d->...b", rows, weights)
+        mean = -np.einsum("...bd,...b->...d", rows, expit(-margins)) / self.batch
+        gradient: Array = mean + self.decay * weights
+        return gradient
+
+
+# --- Runs ---------------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """Where the paths ended: (paths, d) each."""
+
+    live: Array  # θ_T
+    average: Array  # E_T
+    flat: Array  # the mean of θ_0 … θ_{T−1}, weighted by their learning rates
+
+
+def train(
+    loss: Loss,
+    start: ArrayLike,
+    *,
+    lr: float | Callable[[int], float],
+    pull: ArrayLike | Callable[[int], ArrayLike],
+    rate: float | Callable[[int], float],
+    steps: int,
+    paths: int = 1,
+    seed: int = 0,
+    variant: Variant = "pre",
+) -> Ended:
+    """Run it from live = average = start. lr, pull and rate may depend on the step, which counts from 1."""
+    whole("steps", steps, 1)
+    whole("paths", paths, 1)
+    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
+    rng = np.random.default_rng(seed)
+    begin = np.atleast_1d(finite("start", start))
+    require(begin.shape == (loss.size,), "start", start, f"{loss.size} numbers")
+    pair = Pair(np.tile(begin, (paths, 1)), np.tile(begin, (paths, 1)))
+    flat, weight = np.zeros_like(pair.live), 0.0
+    for k in range(1, steps + 1):
+        eta = float(positive("lr", lr(k) if callable(lr) else lr))
+        beta = float(checked_rate(rate(k) if callable(rate) else rate))
+        flat, weight = flat + eta * pair.live, weight + eta
+        gradient = loss.gradient(pair.live, rng)
+        strength = finite("pull", pull(k) if callable(pull) else pull)
+        require(
+            strength.shape in ((), (1,), begin.shape), "pull", strength.tolist(), f"1 or {loss.size} numbers"
+        )
+        pair = step(pair, gradient, eta, strength, beta, variant)
+    return Ended(pair.live, pair.average, flat / weight)
+
+
+# --- BEMA ---------------------------------------------------------------------------------------------
+
+
+def bema(
+    weights: ArrayLike,
+    power: float,
+    bias_power: float,
+    scale: float = 1.0,
+    offset: float = 10.0,
+    every: int = 1,
+) -> tuple[Array, Array]:
+    """The EMA and the BEMA of a trajectory θ_0 … θ_T, at steps 1 to T: (T, d) each.
+
+    Rates are (offset + scale · t)^−power; the paper uses them as gamma and rho, undefined (E23). BEMA adds
+    (offset + scale · t)^−bias_power · (θ_t − θ_0) to the EMA. Both move at every `every`-th step.
+    """
+    whole("every", every, 1)
+    not_negative("scale", scale)
+    number("offset", offset, "offset >= 0, offset + scale > 0", lambda x: (x >= 0) & (x + scale > 0))
+    path = finite("weights", weights)
+    average, corrected = path[0], path[0]
+    averages, estimates = [], []
+    for t, here in enumerate(path[1:], 1):
+        if t % every == 0:
+            beta = (offset + scale * t) ** -power
+            average = (1 - beta) * average + beta * here
+            corrected = average + (offset + scale * t) ** -bias_power * (here - path[0])
+        averages.append(average)
+        estimates.append(corrected)
+    return np.array(averages), np.array(estimates)

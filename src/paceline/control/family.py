@@ -1,0 +1,124 @@
+"""PACE, EMA, EMA-Nesterov, GPA and Schedule-Free on a quadratic: points of one recursion.
+
+All of them keep weights at which gradients are taken and weights that are returned, and are linear on a
+quadratic. GPA is PACE with a negative pull, a larger rate and a smaller learning rate, exactly.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paceline.control.checks import Array, finite, not_negative, number, positive, require, whole
+from paceline.control.checks import rate as checked_rate
+from paceline.control.recursion import Recursion, stylized
+
+
+class Setting(NamedTuple):
+    """A point of the family: eq. stylized_update with these numbers."""
+
+    lr: float
+    rate: float  # β
+    pull: float  # c; negative: a push
+
+    def on(self, curvature: float) -> Recursion:
+        """One coordinate of that curvature."""
+        return stylized(self.lr * float(positive("curvature", curvature)), self.rate, self.pull)
+
+
+def pace(lr: float, rate: float, strength: float) -> Setting:
+    """c = βR, as in gain="uniform"; R = 0 is an EMA beside SGD, R < 0 pushes."""
+    beta = float(checked_rate(rate))
+    return Setting(float(positive("lr", lr)), beta, beta * float(finite("strength", strength)))
+
+
+def ema(lr: float, rate: float) -> Setting:
+    """SGD with an average beside it."""
+    return pace(lr, rate, 0.0)
+
+
+def gpa(lr: float, mu_x: float, mu_y: float) -> Setting:
+    """Generalized Primal Averaging as PACE: with β = 1 − μ_x and s = β + (1 − μ_y)(1 − β),
+
+    .. code-block:: text
+
+        lr → s · lr        rate → β/s        pull → −β μ_y/(1 − μ_y)
+
+    The live weights are GPA's y, the average its x. So GPA pushes, with R = −s μ_y/(1 − μ_y).
+    """
+    beta = 1 - float(number("mu_x", mu_x, "0 <= mu_x < 1", lambda x: (x >= 0) & (x < 1)))
+    share = 1 - float(number("mu_y", mu_y, "0 <= mu_y < 1", lambda x: (x >= 0) & (x < 1)))
+    scale = beta + share * (1 - beta)
+    return Setting(float(positive("lr", lr)) * scale, beta / scale, -beta * (1 - share) / share)
+
+
+def ema_nesterov(lr: float, decay: float, push: float, curvature: float) -> Recursion:
+    """EMA-Nesterov: gradients at y = x + push · m, where m is an EMA of the moves of x; x is returned.
+
+    m = (1 − decay)/decay · (x − E) with E the EMA of x, so this is the reading "lookahead" with a push.
+    """
+    gamma = float(number("decay", decay, "0 < decay < 1", lambda x: (x > 0) & (x < 1)))
+    c = -float(not_negative("push", push)) * (1 - gamma) / gamma
+    a = float(positive("lr", lr)) * float(positive("curvature", curvature))
+    # y = x + c(E − x), so x = (y − cE)/(1 − c).
+    return stylized(a, 1 - gamma, c, "lookahead", readout=np.array([1.0, -c]) / (1 - c))
+
+
+def schedule_free_error(
+    lr: float, beta: float, curvature: float, start: float, noise: float, steps: int
+) -> float:
+    """E[x²] of Schedule-Free SGD after so many steps: y = (1 − β)z + βx, x the mean of all z; noise is η²σ².
+
+    GPA whose μ_x = 1 − 1/t, so that the recursion changes with every step.
+    """
+    share = 1 - float(number("beta", beta, "0 <= beta < 1", lambda x: (x >= 0) & (x < 1)))
+    a = float(positive("lr", lr)) * float(positive("curvature", curvature))
+    whole("steps", steps, 0)
+    mean, spread = np.full(2, float(finite("start", start))), np.zeros((2, 2))  # of (z, x)
+    for t in range(1, steps + 1):
+        z = np.array([1 - a * share, -a * (1 - share)])
+        weight = 1 / t
+        x = (1 - weight) * np.array([0.0, 1.0]) + weight * z
+        kick = np.array([-1.0, -weight])
+        move = np.array([z, x])
+        mean, spread = move @ mean, move @ spread @ move.T + np.outer(kick, kick)
+    return float(mean[1] ** 2 + float(not_negative("noise", noise)) * spread[1, 1])
+
+
+# --- What the pull does to the learning rate -----------------------------------------------------------
+
+
+def speed_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
+    """By how much the pull shortens the way under a steady gradient: β/(β + (1 − β)c).
+
+    With c = βR and a small β this is 1/(1 + R).
+    """
+    beta, c = checked_rate(rate), finite("pull", pull)
+    whole = beta + (1 - beta) * c
+    require(bool(np.all(whole > 0)), "pull", pull, "over -rate/(1 - rate)")
+    factor: Array = beta / whole
+    return factor
+
+
+def right_strength(lr: ArrayLike, best_lr: ArrayLike) -> Array:
+    """R*(η) = η/η* − 1: the pull that makes of a learning rate the best one. Negative below it: a push."""
+    strength: Array = positive("lr", lr) / positive("best_lr", best_lr) - 1
+    return strength
+
+
+def balance(recursion: Recursion, curvature: float, start: float, noise: float, steps: int) -> float:
+    """E⟨g_{k+1}, r_k⟩ after so many steps: the gradient at the new live weights, the gap before.
+
+    The next loss falls with a stronger pull if this is positive: ∂F(θ_{k+1})/∂R = −β E⟨g_{k+1}, r_k⟩ exactly.
+    It is 0 where one more step would be best left alone, which is not where a whole run is best: see
+    docs/defaults.md, H2.
+    """
+    alpha, move = float(positive("curvature", curvature)), recursion.transition
+    whole("steps", steps, 0)
+    gap = np.array([1.0, -1.0])
+    mean, spread = np.full(2, float(finite("start", start))), np.zeros((2, 2))
+    kick = np.outer(recursion.kick, recursion.kick) * float(not_negative("noise", noise))
+    for _ in range(steps):
+        mean, spread = move @ mean, move @ spread @ move.T + kick
+    second = spread + np.outer(mean, mean)
+    return float(alpha * move[0] @ second @ gap)

@@ -1,0 +1,275 @@
+"""How strongly the best controller pulls toward the optimum, and the approximations that end in PACE.
+
+The weights follow dθ = [A(μ − θ) + u] dt + √Σ dW, and their mean over the horizon is returned:
+
+.. code-block:: text
+
+    J(u) = E[ |mean θ − μ|² + λ ∫ |u|² dt ]          u = k_x (μ − θ) + k_y (t μ − ∫ θ)
+
+Curvature is α or A, penalty λ, horizon T. Where curvature is a number or an array of them, coordinates are
+apart from each other (A is diagonal); `*_matrix` takes any square A. Arguments broadcast.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.linalg import cho_factor, cho_solve, expm
+
+from paceline.control.checks import Array, finite, one, positive, require, square, symmetric, time_in
+from paceline.control.lqg import LQG, scalar_riccati
+
+
+class Gains(NamedTuple):
+    """Of the control u = toward · (μ − θ) + balance · (t μ − ∫ θ)."""
+
+    toward: Array  # k_x: pulls the weights toward the optimum
+    balance: Array  # k_y: makes up for what the mean has missed so far
+
+
+class Riccati(NamedTuple):
+    """The blocks of P_t, of the state (θ − μ, ∫ θ − μ)."""
+
+    m: Array
+    n: Array
+    s: Array
+
+
+# --- The objective that is returned: the mean ---------------------------------------------------------
+
+
+def original_gains(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike) -> Gains:
+    """thm:optimal_control_solution, the printed diagonal gain. Right also for α = 0, α → 0 and α < 0.
+
+    k_x = h²/(λT² + g), k_y = h/(λT² + g) with h = ∫ e^(−αs) ds and g = ∫ h² ds over the time to go. The
+    paper repeats g wrongly in lem:original_objective_solution_scalar (E8), and the whole gain wrongly there
+    (E9) and in cor:optimal_control_unknown_mustar (E10).
+
+    >>> gains = original_gains(1.0, 0.1, 5.0, 0.0)
+    >>> round(float(gains.toward), 6), round(float(gains.balance), 6)
+    (0.16406, 0.165173)
+    """
+    h, g, shrink, lam, end = _parts(curvature, penalty, horizon, time)
+    below = lam * (end * shrink) ** 2 + g
+    return Gains(toward=h**2 / below, balance=h * shrink / below)
+
+
+def original_riccati(
+    curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike
+) -> Riccati:
+    """M, N and S of lem:original_objective_solution_scalar: λ k_x, λ k_y, λ/(λT² + g)."""
+    h, g, shrink, lam, end = _parts(curvature, penalty, horizon, time)
+    below = lam * (end * shrink) ** 2 + g
+    return Riccati(m=lam * h**2 / below, n=lam * h * shrink / below, s=lam * shrink**2 / below)
+
+
+def original_cost(
+    start: ArrayLike, curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, variance: ArrayLike
+) -> Array:
+    """J of the best control from θ_0 − μ = start, noise of this variance: M_0 x_0² + σ² λ log(1 + g/λT²).
+
+    The integral of M has a closed form because g' = h².
+    """
+    h, g, shrink, lam, end = _parts(curvature, penalty, horizon, 0.0)
+    noise = positive("variance", variance)
+    below = lam * (end * shrink) ** 2 + g
+    growth = np.minimum(finite("curvature", curvature) * end, 0.0)  # log of shrink, which may be 0
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        near, far = np.log1p(g / (lam * (end * shrink) ** 2)), np.log(below / (lam * end**2)) - 2 * growth
+    spread = np.where(growth > -300, near, far)
+    cost: Array = finite("start", start) ** 2 * lam * h**2 / below + noise * lam * spread
+    return cost
+
+
+def original_riccati_matrix(curvature: ArrayLike, penalty: float, horizon: float, time: float) -> Riccati:
+    """M, N and S of thm:original_objective for any square A, symmetric or not, in closed form.
+
+    The paper leaves them as an ODE. With H = ∫ e^(−As) ds, G = ∫ H H' ds, D = T² I + G/λ:
+    M = H' D⁻¹ H, N = H' D⁻¹, S = D⁻¹.
+    """
+    a, lam, end = square("curvature", curvature), positive("penalty", penalty), positive("horizon", horizon)
+    one("time", finite("time", time))
+    if np.array_equal(a, a.T):
+        values, vectors = np.linalg.eigh(a)
+        apart = original_riccati(values, penalty, horizon, time)
+        return Riccati(*((vectors * block) @ vectors.T for block in apart))
+    h, g = _integrals(a, float(end - time_in(time, end)))
+    whole = float(end) ** 2 * np.eye(len(a)) + g / float(lam)
+    # Where some directions grow by many orders and others do not, D cannot be inverted; P itself stays small.
+    if not np.all(np.isfinite(whole)) or np.linalg.cond(whole) > 1e6:
+        p, n = original_problem(a, penalty, horizon).riccati(time), len(a)
+        return Riccati(m=p[:n, :n], n=p[:n, n:], s=p[n:, n:])
+    factor = cho_factor(whole)
+    s = cho_solve(factor, np.eye(len(a)))
+    return Riccati(m=h.T @ cho_solve(factor, h), n=cho_solve(factor, h).T, s=(s + s.T) / 2)
+
+
+def original_gains_matrix(curvature: ArrayLike, penalty: float, horizon: float, time: float) -> Gains:
+    """k_x and k_y as matrices."""
+    riccati = original_riccati_matrix(curvature, penalty, horizon, time)
+    return Gains(toward=riccati.m / penalty, balance=riccati.n / penalty)
+
+
+def original_problem(
+    curvature: ArrayLike, penalty: float, horizon: float, covariance: ArrayLike | None = None
+) -> LQG:
+    """The same as an LQG problem in the state (θ − μ, ∫ θ − μ)."""
+    a = square("curvature", curvature)
+    unit, none = np.eye(len(a)), np.zeros_like(a)
+    root = _root(covariance, len(a))
+    return LQG(
+        drift=np.block([[-a, none], [unit, none]]),
+        input=np.vstack([unit, none]),
+        noise=np.vstack([root, none]),
+        final_cost=np.block([[none, none], [none, unit / positive("horizon", horizon) ** 2]]),
+        control_cost=positive("penalty", penalty) * unit,
+        horizon=horizon,
+    )
+
+
+def _root(covariance: ArrayLike | None, size: int) -> Array:
+    """√Σ, as a triangle."""
+    if covariance is None:
+        return np.eye(size)
+    matrix = symmetric("covariance", covariance, definite=True)
+    require(matrix.shape == (size, size), "covariance", covariance, f"a matrix of shape {(size, size)}")
+    return np.asarray(np.linalg.cholesky(matrix), dtype=np.float64)
+
+
+# --- The relaxed objective: the mean of squares instead of the square of the mean ----------------------
+
+
+def relaxed_gain(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike) -> Array:
+    """k of u = k (μ − θ) that minimises E[ (1/T) ∫ |θ − μ|² + λ ∫ |u|² ] (thm:optimal_control_relaxed).
+
+    p/λ of the scalar Riccati equation with a = −α, q = 1/T, r = λ; its sign in the proof is wrong (E5).
+    """
+    lam, end = positive("penalty", penalty), positive("horizon", horizon)
+    return scalar_riccati(-finite("curvature", curvature), 1 / end, lam, 0.0, end, time) / lam
+
+
+def relaxed_problem(
+    curvature: ArrayLike, penalty: float, horizon: float, covariance: ArrayLike | None = None
+) -> LQG:
+    """The same for any square A, as an LQG problem in θ − μ."""
+    a = square("curvature", curvature)
+    unit = np.eye(len(a))
+    end = positive("horizon", horizon)
+    root = _root(covariance, len(a))
+    costs = {"running_cost": unit / end, "control_cost": positive("penalty", penalty) * unit}
+    return LQG(drift=-a, noise=root, horizon=horizon, **costs)
+
+
+# --- Approximations -----------------------------------------------------------------------------------
+
+
+def relaxed_gain_far(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike) -> Array:
+    """`relaxed_gain` long before the end: (1/λT)/(√(α² + 1/λT) + α), eq. approx-optimal-control.
+
+    Needs T − t ≫ 1/(2√(α² + 1/λT)), which is at most 1/(2α), not at least as printed (E7). The factor μ − θ
+    is missing in print (E6). This is not the gain that PACE comes from, though the paper says so (E7b).
+    """
+    alpha, lam, end = _checked(curvature, penalty, horizon)
+    share = 1 / (lam * end)
+    omega = np.hypot(alpha, np.sqrt(share))
+    gain: Array = np.where(alpha >= 0, share / (omega + np.abs(alpha)), omega + np.abs(alpha))
+    return gain
+
+
+def original_gain_far(
+    curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike = 0.0
+) -> Array:
+    """k_x with e^(−α(T−t)) dropped and nothing else: 1/(λα²T² + T − t − 3/(2α)). Needs α(T − t) over 3/2."""
+    alpha, lam, end = _checked(curvature, penalty, horizon)
+    left = end - time_in(time, end)
+    require(bool(np.all(alpha * left > 1.5)), "curvature", curvature, "curvature * (horizon - time) > 1.5")
+    gain: Array = 1 / (lam * alpha**2 * end**2 + left - 1.5 / alpha)
+    return gain
+
+
+def practical_gain(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike) -> Array:
+    """1/(T(1 + λα²T)): eq. practical_control_strategy, which PACE is made of.
+
+    `original_gain_far` at t = 0 without its −3/(2α), so it needs αT ≫ 3/2, not only T ≫ 1: at αT = 2, 5, 10,
+    30, 100 the exact gain is 1.96, 1.40, 1.18, 1.05, 1.02 times it (λ → 0).
+
+    >>> practical_gain(1.0, 0.1, 5.0).item()
+    0.13333333333333333
+    """
+    alpha, lam, end = _checked(curvature, penalty, horizon)
+    gain: Array = 1 / (end * (1 + lam * alpha**2 * end))
+    return gain
+
+
+# --- Integrals ------------------------------------------------------------------------------------------
+
+
+def _checked(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike) -> tuple[Array, Array, Array]:
+    return finite("curvature", curvature), positive("penalty", penalty), positive("horizon", horizon)
+
+
+def _parts(
+    curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike
+) -> tuple[Array, Array, Array, Array, Array]:
+    alpha, lam, end = _checked(curvature, penalty, horizon)
+    left = end - time_in(time, end)
+    h, g, shrink = integrals(alpha, left)
+    return h, g, shrink, lam, end
+
+
+def integrals(curvature: ArrayLike, length: ArrayLike) -> tuple[Array, Array, Array]:
+    """h = ∫₀^τ e^(−αs) ds and g = ∫₀^τ h² ds, as h·s, g·s² and s = e^(min(ατ, 0)), so that nothing overflows.
+
+    With x = ατ and E = 1 − e^(−x), g = τ³ (x − E − E²/2)/x³, whose numerator is x³/3 for small x: there the
+    series Σ (−1)^(n+1) (2^(n−1) − 2) x^(n−3)/n!, n ≥ 3, is summed instead.
+    """
+    alpha, tau = np.broadcast_arrays(np.asarray(curvature, float), np.asarray(length, float))
+    x = alpha * tau
+    shrink = np.exp(np.minimum(x, 0.0))
+    safe = np.where(x == 0, 1.0, x)
+    h = np.where(x == 0, 1.0, -np.expm1(-np.abs(safe)) / np.abs(safe)) * tau
+    near = np.abs(x) < 0.5
+    series, power, factorial = np.zeros_like(x), np.ones_like(x), 6.0
+    for n in range(3, 30):
+        series = series + (-1) ** (n + 1) * (2.0 ** (n - 1) - 2) / factorial * power
+        power, factorial = power * np.where(near, x, 0.0), factorial * (n + 1)
+    far = np.where(near, 1.0, x)
+    spent = -np.expm1(-np.abs(far))  # 1 − e^(−|x|)
+    down = far - spent - spent**2 / 2  # x > 0
+    up = far * shrink**2 + spent * shrink - spent**2 / 2  # x < 0, times s²: E s = e^x − 1 = −spent
+    g = np.where(near, series * shrink**2, np.where(far > 0, down, up) / far**3) * tau**3
+    return h, g, shrink
+
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(14)
+
+
+def _integrals(a: Array, length: float) -> tuple[Array, Array]:
+    """H = ∫ e^(−As) ds and G = ∫ H H' ds over a length, for any square A.
+
+    First over so short a piece that Gauss and Legendre's rule is exact to rounding, then over twice that,
+    again and again. One exponential of a large matrix would contain e^(+Aτ) and drown G.
+    """
+    n, unit = len(a), np.eye(len(a))
+    doublings = max(0, int(np.ceil(np.log2(max(float(np.linalg.norm(a, 2)) * length, 1e-300) / 0.5))))
+    piece = length / 2**doublings
+
+    def upto(s: float) -> tuple[Array, Array, Array]:
+        """e^(−As), ∫ e^(−A·), ∫ H."""
+        zero = np.zeros_like(a)
+        whole = expm(np.block([[-a, unit, zero], [zero, zero, unit], [zero, zero, zero]]) * s)
+        return whole[:n, :n], whole[:n, n : 2 * n], whole[:n, 2 * n :]
+
+    decay, h, k = upto(piece)
+    g = np.zeros_like(a)
+    for node, weight in zip(_NODES, _WEIGHTS, strict=True):
+        part = upto(piece * (node + 1) / 2)[1]
+        g += weight * piece / 2 * (part @ part.T)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _ in range(doublings):
+            across = decay @ k @ h.T
+            g = g + piece * (h @ h.T) + across + across.T + decay @ g @ decay.T
+            k = k + piece * h + decay @ k
+            h = h + decay @ h
+            decay, piece = decay @ decay, 2 * piece
+    return h, (g + g.T) / 2

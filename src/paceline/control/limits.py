@@ -1,0 +1,194 @@
+"""How far from the optimum PACE ends on a quadratic, and what its strength does to that: closed forms.
+
+One coordinate: speed a = ηα, averaging rate β, pull c, noise η²σ² (see recursion.py). Arguments broadcast.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paceline.control.checks import Array, finite, not_negative, number, one, positive, require
+from paceline.control.checks import rate as checked_rate
+from paceline.control.recursion import VARIANTS, Variant, stylized
+
+_STABLE = "those of a stable chain, radius < 1"
+
+
+def ar2_variance(first: ArrayLike, second: ArrayLike, noise: ArrayLike) -> Array:
+    """γ(0) of X_k = φ₁ X_{k−1} + φ₂ X_{k−2} + noise, by Yule and Walker (lem:ar2-limiting-variance).
+
+    The paper prints γ(1) = φ₁ γ(0), without φ₂ γ(1) (E4): with that, variances come out negative.
+
+    >>> round(ar2_variance(0.5, 0.2, 0.8).item(), 6)
+    1.367521
+    """
+    phi1, phi2, s2 = finite("first", first), finite("second", second), not_negative("noise", noise)
+    causal = (np.abs(phi2) < 1) & (phi1 + phi2 < 1) & (phi2 - phi1 < 1)
+    require(bool(np.all(causal)), "first, second", (first, second), "those of a causal process, radius < 1")
+    variance: Array = s2 * (1 - phi2) / ((1 + phi2) * (1 - phi1 - phi2) * (1 + phi1 - phi2))
+    return variance
+
+
+def _terms(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike) -> tuple[Array, Array, Array, Array]:
+    """a, β, c and N = 1 + (1 − β)(1 − a − c)."""
+    a, beta, c = positive("speed", speed), checked_rate(rate), finite("pull", pull)
+    return a, beta, c, 1 + (1 - beta) * (1 - a - c)
+
+
+def limiting_error(
+    speed: ArrayLike, rate: ArrayLike, pull: ArrayLike, noise: ArrayLike = 1.0, variant: Variant = "pre"
+) -> Array:
+    """lim E[returned²] = βη²σ² N/(a(2 − N)(2N − aβ)), N = 1 + (1 − β)(1 − a − c): eq. gamma_0, shorter.
+
+    The other readings of Algorithm 1 are the same thing with other arguments: lookahead(c) = pre(c(1 − a)),
+    post(a, η, c) = pre(a(1 − c), η(1 − c), c). Stable for 0 < a < 1 and every c from 0 to 1, not only for
+    small c as in the paper's proof.
+
+    >>> round(limiting_error(0.1, 0.05, 0.3).item(), 6)
+    0.582323
+    """
+    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
+    a, beta, c, _ = _terms(speed, rate, pull)
+    variance = not_negative("noise", noise)
+    if variant == "post_raw":
+        return _post_raw(a, beta, c, variance)
+    if variant == "lookahead":
+        c = c * (1 - a)
+    if variant == "post":
+        a, variance = a * (1 - c), variance * (1 - c) ** 2
+    frozen = (a == 0) & (variance == 0)  # post with c = 1: nothing ever moves
+    safe = np.where(frozen, 1.0, a)
+    n = 1 + (1 - beta) * (1 - safe - c)
+    slow, fast = beta + (1 - beta) * (safe + c), 2 * n - safe * beta  # 2 − N, and the other edge of stability
+    stable = frozen | ((slow > 0) & (fast > 0) & (safe > 0))
+    require(bool(np.all(stable)), "speed, rate, pull", (speed, rate, pull), _STABLE)
+    error: Array = np.where(frozen, 0.0, beta * variance * n / (safe * slow * fast))
+    return error
+
+
+def _post_raw(a: Array, beta: Array, c: Array, variance: Array) -> Array:
+    """The average is an AR(2) process with 1 − φ₁ − φ₂ = aβ."""
+    phi1 = (1 - beta) + (1 - a) * (1 - c)
+    above = a + (1 - a) * (c + beta)  # 1 + φ₂
+    phi2 = above - 1
+    ok = (above > 0) & (phi2 < 1) & (1 + phi1 - phi2 > 0)
+    require(bool(np.all(ok)), "speed, rate, pull", (a, beta, c), _STABLE)
+    error: Array = beta * variance * (1 - phi2) / (above * a * (1 + phi1 - phi2))
+    return error
+
+
+def sgd_error(speed: ArrayLike, noise: ArrayLike = 1.0) -> Array:
+    """lim E[θ²] of the live weights without any pull: η²σ²/(a(2 − a))."""
+    a = number("speed", speed, "0 < speed < 2", lambda x: (x > 0) & (x < 2))
+    error: Array = not_negative("noise", noise) / (a * (2 - a))
+    return error
+
+
+def limiting_error_slope(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike, noise: ArrayLike = 1.0) -> Array:
+    """d/dc of `limiting_error` at any c: −2β(1 − β)η²σ² (N² − aβ)/(a(2 − N)²(2N − aβ)²)."""
+    limiting_error(speed, rate, pull, noise)  # refuses what is not stable
+    a, beta, c, n = _terms(speed, rate, pull)
+    slow = beta + (1 - beta) * (a + c)
+    slope: Array = (
+        -2 * beta * (1 - beta) * not_negative("noise", noise) * (n**2 - a * beta)
+        / (a * slow**2 * (2 * n - a * beta) ** 2)
+    )  # fmt: skip
+    return slope
+
+
+def optimal_pull(speed: ArrayLike, rate: ArrayLike, *, clipped: bool = True) -> Array:
+    """The c of the least limiting error: 1 − a + (1 − √(aβ))/(1 − β), which is at least 1 whenever a ≤ 3/4.
+
+    It depends neither on the noise nor, given a, on the learning rate. That it is so large is the catch
+    and not the promise: the pull buys a small error with slowness, see `error_at_equal_speed`.
+    """
+    a = number("speed", speed, "0 < speed < 1", lambda x: (x > 0) & (x < 1))
+    beta = number("rate", rate, "0 < rate < 1", lambda x: (x > 0) & (x < 1))
+    best: Array = 1 - a + (1 - np.sqrt(a * beta)) / (1 - beta)
+    return np.clip(best, 0.0, 1.0) if clipped else best
+
+
+def least_limiting_error(speed: ArrayLike, rate: ArrayLike, noise: ArrayLike = 1.0) -> Array:
+    """That error at the c that is not clipped: βη²σ²/(a(2 − √(aβ))²)."""
+    a, beta = positive("speed", speed), number("rate", rate, "0 < rate < 1", lambda x: (x > 0) & (x < 1))
+    error: Array = beta * not_negative("noise", noise) / (a * (2 - np.sqrt(a * beta)) ** 2)
+    return error
+
+
+def spectral_radius(speed: float, rate: float, pull: float, variant: Variant = "pre") -> float:
+    """What is left of an error after a step, in the long run."""
+    return stylized(speed, rate, pull, variant).radius
+
+
+def finite_time_error(
+    speed: float, rate: float, pull: float, start: float, noise: float, steps: int, variant: Variant = "pre"
+) -> float:
+    """E[returned²] after so many steps from live = average = start."""
+    return stylized(speed, rate, pull, variant).error_after(steps, start, noise)
+
+
+def error_at_equal_speed(radius: float, pull: float) -> float:
+    """The least limiting error of all (learning rate, rate) whose chain forgets at this speed, in σ²/α².
+
+    At equal spectral radius a pull never helps: this rises with c, from half of plain SGD's at c = 0 to just
+    that at c = 1.
+    """
+    rho = one("radius", number("radius", radius, "0 < radius < 1", lambda x: (x > 0) & (x < 1)))
+    c = one("pull", number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))
+    if c == 0:  # radius = max(1 − a, 1 − β), and the error grows with both a and β
+        a = 1 - rho
+        return float(a**2 * limiting_error(a, a, 0.0))
+    low, high, best = np.log((1 - rho) / 100), 0.0, np.inf
+    for _ in range(12):  # β on a grid, then on finer ones about the best
+        grid = np.linspace(low, high, 81)
+        errors = _errors_on_level(np.exp(grid), c, rho)
+        place = int(np.argmin(errors))
+        best = min(best, float(errors[place]))
+        low, high = grid[max(place - 2, 0)], grid[min(place + 2, len(grid) - 1)]
+    require(bool(np.isfinite(best)), "radius, pull", (radius, pull), "those that some learning rate reaches")
+    return best
+
+
+def _errors_on_level(rates: Array, c: float, rho: float) -> Array:
+    """a²γ₀(a, β, c) at the least a whose radius is rho, for each β; inf where there is none. (rates,)"""
+    speeds = np.geomspace((1 - rho) / 100, 1 - 1e-12, 400)
+    below = _radius(speeds[None, :], rates[:, None], c) <= rho
+    known, first = below.any(1), np.argmax(below, 1)
+    low, high = speeds[np.maximum(first - 1, 0)], speeds[first]
+    for _ in range(60):
+        middle = (low + high) / 2
+        inside = _radius(middle, rates, c) <= rho
+        low, high = np.where(inside, low, middle), np.where(inside, middle, high)
+    return np.where(known, high**2 * limiting_error(high, rates, c), np.inf)
+
+
+def _radius(a: Array, beta: Array, c: float) -> Array:
+    """The larger root of z² − φ₁z − φ₂, in absolute value."""
+    phi1, phi2 = 2 - a - beta - c * (1 - beta), -(1 - beta) * (1 - a - c)
+    inside = phi1**2 + 4 * phi2
+    real = (np.abs(phi1) + np.sqrt(np.maximum(inside, 0))) / 2
+    return np.where(inside >= 0, real, np.sqrt(np.maximum(-phi2, 0)))
+
+
+# --- The two propositions -----------------------------------------------------------------------------
+
+
+def improvement(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike) -> Array:
+    """Limiting error with the pull over that of the plain average, γ₀(c)/γ₀(0).
+
+    prop:improved_convergence_quadratic: below 1 for small c; in fact for every c up to the best one. The
+    averages there are of the new weights, E_{k+1} = (1 − β)E_k + βθ_{k+1}, not of the old ones (E18).
+    """
+    ratio: Array = limiting_error(speed, rate, pull) / limiting_error(speed, rate, 0.0)
+    return ratio
+
+
+def large_improvement_bound(speed: ArrayLike, rate: ArrayLike) -> Array:
+    """prop:arbitrarily_large_improvement: with c = 1 and β < a < 1/8, γ₀(1)/γ₀(0) is at most this, 2a.
+
+    The paper proves 8a, and states it against SGD although its proof gives the average (E17); 2 is the least
+    constant that holds.
+    """
+    a = number("speed", speed, "rate < speed < 1/8", lambda x: (x > 0) & (x < 0.125))
+    beta = checked_rate(rate)
+    require(bool(np.all(beta < a)), "rate", rate, "rate < speed < 1/8")
+    return 2 * a

@@ -1,0 +1,210 @@
+"""The controlled diffusion, simulated: dθ = [A(μ − θ) + u] dt + √Σ dW, many paths at once.
+
+A controller says what u is from what it has seen; the mean of the weights over the horizon is returned.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, final
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.linalg import expm
+
+from paceline.control import gains, unknown
+from paceline.control.checks import Array, finite, not_negative, positive, require, square, symmetric, whole
+from paceline.control.unknown import Seen
+
+Controller = Callable[[Seen], Array]
+"""From what was seen up to now to u: (paths, d)."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Diffusion:
+    """The uncontrolled problem."""
+
+    curvature: ArrayLike  # A, (d, d) or a number
+    horizon: float
+    covariance: ArrayLike | None = None  # Σ; none: the identity
+    penalty: float = 0.01  # λ
+
+    def __post_init__(self) -> None:
+        positive("horizon", self.horizon)
+        positive("penalty", self.penalty)
+        alike = self.noise.shape == self.matrix.shape
+        require(alike, "covariance", self.noise.shape, "the shape of curvature")
+
+    @property
+    def matrix(self) -> Array:
+        """A."""
+        return square("curvature", self.curvature)
+
+    @property
+    def noise(self) -> Array:
+        """Σ."""
+        if self.covariance is None:
+            return np.eye(len(self.matrix))
+        return symmetric("covariance", self.covariance, definite=True)
+
+    def control(self, seen: Seen, estimate: ArrayLike) -> Array:
+        """The best control if the optimum were this."""
+        now = gains.original_gains_matrix(self.matrix, self.penalty, self.horizon, seen.time)
+        return unknown.certainty_equivalent_control(seen, estimate, now)
+
+
+class Paths(NamedTuple):
+    """What became of the paths."""
+
+    mean: Array  # (paths, d): of the weights over the horizon, what is returned
+    last: Array  # (paths, d): the weights at the end
+    effort: Array  # (paths,): ∫ |u|² dt
+
+    def cost(self, optimum: ArrayLike, penalty: float) -> tuple[float, float]:
+        """E[|mean − μ|² + λ ∫ |u|²], and its standard error."""
+        each = np.sum((self.mean - np.asarray(optimum, float)) ** 2, axis=1) + penalty * self.effort
+        return float(np.mean(each)), float(np.std(each, ddof=1) / np.sqrt(len(each)))
+
+
+def simulate(
+    problem: Diffusion,
+    controller: Controller,
+    start: ArrayLike,
+    optimum: ArrayLike,
+    *,
+    steps: int,
+    paths: int,
+    seed: int = 0,
+    method: Literal["euler", "exact"] = "exact",
+) -> Paths:
+    """Run it. `optimum` is one for all paths, or (paths, d).
+
+    "euler" is Euler–Maruyama. "exact" holds u over a step and has no other error: the weights and their
+    integral are jointly Gaussian, and are drawn as such.
+    """
+    whole("steps", steps, 1)
+    whole("paths", paths, 2)
+    require(method in ("euler", "exact"), "method", method, "euler, exact")
+    a, dt, d = problem.matrix, problem.horizon / steps, len(problem.matrix)
+    rng = np.random.default_rng(seed)
+    weights = np.tile(np.broadcast_to(finite("start", start), (d,)), (paths, 1))
+    begin, target = weights.copy(), np.broadcast_to(finite("optimum", optimum), (paths, d))
+    integral, control, effort = np.zeros_like(weights), np.zeros_like(weights), np.zeros(paths)
+    move = _Exact.of(a, problem.noise, dt) if method == "exact" else _Euler.of(a, problem.noise, dt)
+    for k in range(steps):
+        seen = Seen(time=k * dt, start=begin, weights=weights, integral=integral, control=control)
+        u = controller(seen)
+        weights, integral = move(weights, integral, target, u, rng)
+        control = control + dt * u
+        effort = effort + dt * np.einsum("pd,pd->p", u, u)
+    return Paths(mean=integral / problem.horizon, last=weights, effort=effort)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Euler:
+    a: Array
+    root: Array  # √(Σ dt)
+    dt: float
+
+    @classmethod
+    def of(cls, a: Array, noise: Array, dt: float) -> "_Euler":
+        return cls(a=a, root=np.asarray(np.linalg.cholesky(noise * dt), np.float64), dt=dt)
+
+    def __call__(
+        self, weights: Array, integral: Array, optimum: Array, u: Array, rng: np.random.Generator
+    ) -> tuple[Array, Array]:
+        kick = rng.standard_normal(weights.shape) @ self.root.T
+        return weights + self.dt * ((optimum - weights) @ self.a.T + u) + kick, integral + self.dt * weights
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Exact:
+    decay: Array  # e^(−A dt)
+    h: Array  # ∫ e^(−As) ds
+    k: Array  # ∫ H ds
+    root: Array  # (2d, 2d): of the joint covariance of what the noise does to weights and integral
+    dt: float
+
+    @classmethod
+    def of(cls, a: Array, noise: Array, dt: float) -> "_Exact":
+        d = len(a)
+        one, none = np.eye(d), np.zeros_like(a)
+        flow = np.block([[-a, none], [one, none]])  # of (θ − μ, ∫ θ − μ)
+        whole = expm(np.block([[flow, np.vstack([one, none])], [np.zeros((d, 3 * d))]]) * dt)
+        # Van Loan: ∫ e^(Fs) Q e^(F's) ds from one exponential; dt is short.
+        source = np.block([[noise, none], [none, none]])
+        joint = expm(np.block([[-flow, source], [np.zeros_like(flow), flow.T]]) * dt)
+        spread = joint[2 * d :, 2 * d :].T @ joint[: 2 * d, 2 * d :]
+        values, vectors = np.linalg.eigh((spread + spread.T) / 2)
+        root = vectors * np.sqrt(np.maximum(values, 0.0))
+        return cls(decay=whole[:d, :d], h=whole[:d, 2 * d :], k=whole[d : 2 * d, 2 * d :], root=root, dt=dt)
+
+    def __call__(
+        self, weights: Array, integral: Array, optimum: Array, u: Array, rng: np.random.Generator
+    ) -> tuple[Array, Array]:
+        d = weights.shape[1]
+        kick = rng.standard_normal((len(weights), 2 * d)) @ self.root.T
+        gap = weights - optimum
+        moved = optimum + gap @ self.decay.T + u @ self.h.T + kick[:, :d]
+        return moved, integral + self.dt * optimum + gap @ self.h.T + u @ self.k.T + kick[:, d:]
+
+
+# --- Controllers --------------------------------------------------------------------------------------
+
+
+def uncontrolled(seen: Seen) -> Array:
+    """u = 0: Ornstein and Uhlenbeck."""
+    return np.zeros_like(np.asarray(seen.weights, float))
+
+
+def knowing(problem: Diffusion, optimum: ArrayLike, factor: float = 1.0) -> Controller:
+    """The best control if μ is known; times a factor, to see that others are worse."""
+    target = np.asarray(optimum, float)
+    return lambda seen: factor * problem.control(seen, np.broadcast_to(target, np.shape(seen.weights)))
+
+
+def estimating(problem: Diffusion, prior_mean: ArrayLike, prior_covariance: ArrayLike) -> Controller:
+    """The best control if μ has a Gaussian prior: certainty equivalence."""
+
+    def control(seen: Seen) -> Array:
+        guess = unknown.posterior(seen, problem.matrix, problem.noise, prior_mean, prior_covariance)
+        return problem.control(seen, guess.mean)
+
+    return control
+
+
+def practical(problem: Diffusion, factor: float = 1.0) -> Controller:
+    """eq. practical_control_strategy: u = (1/T)(I + λA²T)⁻¹ (mean so far − θ). For diagonal A."""
+    a = np.diag(problem.matrix)
+    require(bool(np.all(problem.matrix == np.diag(a))), "curvature", problem.matrix, "a diagonal matrix")
+    gain = factor * gains.practical_gain(a, problem.penalty, problem.horizon)
+
+    def control(seen: Seen) -> Array:
+        weights, integral = np.asarray(seen.weights, float), np.asarray(seen.integral, float)
+        if seen.time == 0:
+            return np.zeros_like(weights)
+        pull: Array = gain * (integral / seen.time - weights)
+        return pull
+
+    return control
+
+
+def bema_estimating(problem: Diffusion) -> Controller:
+    """Certainty equivalence with a flat prior: BEMA, with the control taken out, as the estimate."""
+
+    def control(seen: Seen) -> Array:
+        if seen.time == 0:
+            return uncontrolled(seen)
+        return problem.control(seen, unknown.flat_prior_estimate(seen, problem.matrix))
+
+    return control
+
+
+def posterior_variance(problem: Diffusion, prior_covariance: ArrayLike) -> float:
+    """tr P_T: no estimate made from the path, controlled or not, has a smaller mean squared error."""
+    zero = np.zeros(len(problem.matrix))
+    seen = Seen(time=problem.horizon, start=zero, weights=zero, integral=zero, control=zero)
+    covariance = unknown.posterior(seen, problem.matrix, problem.noise, zero, prior_covariance).covariance
+    return float(not_negative("prior_covariance", np.trace(covariance)))

@@ -1,0 +1,98 @@
+"""The optimum is unknown: estimate it from the way so far, then control as if the estimate were it.
+
+For a Gaussian prior on μ the estimate has a closed form; the paper says that it has none (E12). From
+dθ = [A(μ − θ) + u] dt + √Σ dW follows that Z_t = θ_t − θ_0 + A ∫ θ − ∫ u is A μ t plus noise of covariance
+Σ t, so the posterior is that of a linear regression. It sees Σ, also off its diagonal, though the gains
+do not (E11).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paceline.control.checks import Array, finite, not_negative, positive, require, square, symmetric
+from paceline.control.gains import Gains
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """All that the estimate needs of the way up to a time; vectors of length d, or (paths, d)."""
+
+    time: float
+    start: ArrayLike  # θ_0
+    weights: ArrayLike  # θ_t
+    integral: ArrayLike  # ∫ θ
+    control: ArrayLike  # ∫ u
+
+    def evidence(self, curvature: Array) -> Array:
+        """Z_t = A μ t + noise."""
+        start, weights, integral, control = (
+            np.asarray(value, dtype=np.float64)
+            for value in (self.start, self.weights, self.integral, self.control)
+        )
+        evidence: Array = weights - start + integral @ curvature.T - control
+        return evidence
+
+
+class Posterior(NamedTuple):
+    """What is known about the optimum."""
+
+    mean: Array  # (d,) or (paths, d)
+    covariance: Array  # (d, d)
+
+
+def posterior(
+    seen: Seen,
+    curvature: ArrayLike,
+    covariance: ArrayLike,
+    prior_mean: ArrayLike,
+    prior_covariance: ArrayLike,
+) -> Posterior:
+    """The Kalman–Bucy estimate of μ for a Gaussian prior: P⁻¹ = P_0⁻¹ + t A'Σ⁻¹A, in closed form.
+
+    The prior may be certain in some directions: P_0 need not be invertible.
+    """
+    time = float(not_negative("time", seen.time))
+    a, sigma = square("curvature", curvature), symmetric("covariance", covariance, definite=True)
+    start = symmetric("prior_covariance", prior_covariance, definite=False)
+    mean = np.atleast_1d(finite("prior_mean", prior_mean))
+    for name, value, shape in (
+        ("covariance", sigma, a.shape),
+        ("prior_covariance", start, a.shape),
+        ("prior_mean", mean, a.shape[:1]),
+    ):
+        require(value.shape == shape, name, value.tolist(), f"of shape {shape}, as curvature has it")
+    weight = np.linalg.solve(sigma, a)  # Σ⁻¹ A
+    spread = np.linalg.solve(np.eye(len(a)) + time * start @ a.T @ weight, start)
+    surprise = seen.evidence(a) - time * mean @ a.T
+    spread = (spread + spread.T) / 2
+    return Posterior(mean=mean + surprise @ weight @ spread, covariance=spread)
+
+
+def flat_prior_estimate(seen: Seen, curvature: ArrayLike) -> Array:
+    """The same with nothing known before: the mean of the weights + A⁻¹ (θ_t − θ_0 − ∫ u)/t.
+
+    BEMA's estimate, with the control taken out. A must be invertible.
+    """
+    time = float(positive("time", seen.time))
+    a = square("curvature", curvature)
+    require(float(np.linalg.cond(a)) < 1e15, "curvature", curvature, "an invertible matrix")
+    return np.asarray(np.linalg.solve(a, seen.evidence(a).T).T / time, dtype=np.float64)
+
+
+def certainty_equivalent_control(seen: Seen, estimate: ArrayLike, gains: Gains) -> Array:
+    """u = k_x (μ̂ − θ) + k_y (t μ̂ − ∫ θ): best among all controls that see θ only, if μ̂ = E[μ | θ up to t].
+
+    thm:separation_principle and cor:optimal_control_unknown_mustar: `gains` are those at this time, matrices
+    of `original_gains_matrix` or, for diagonal A, numbers of `original_gains`.
+    """
+    guess, weights, integral = (
+        np.asarray(value, dtype=np.float64) for value in (estimate, seen.weights, seen.integral)
+    )
+    toward, balance = guess - weights, seen.time * guess - integral
+    if np.ndim(gains.toward) < 2:  # coordinates apart from each other
+        return np.asarray(gains.toward * toward + gains.balance * balance)
+    return np.asarray(toward @ gains.toward.T + balance @ gains.balance.T)

@@ -1,0 +1,1 @@
+"""The command `paceline theory`: what paceline.control computes, as numbers, pictures and a page."""

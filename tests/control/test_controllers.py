@@ -1,0 +1,1929 @@
+"""Every statement about control by a second route, and every erratum where the printed formula fails.
+
+The second routes: Riccati equations integrated here, finite differences, dynamic programming on the Euler
+chain, the algebraic Riccati equation, exact moments of any linear feedback, least squares over all affine
+policies, conditioning of joint Gaussians, 60 digits, and Monte Carlo.
+"""
+
+import itertools
+
+import mpmath
+import numpy as np
+import pytest
+from scipy.integrate import quad_vec, solve_ivp
+from scipy.linalg import expm, solve_continuous_are, solve_discrete_are
+
+from paceline.control import gains, simulate
+from paceline.control.gains import (
+    Gains,
+    original_cost,
+    original_gain_far,
+    original_gains,
+    original_gains_matrix,
+    original_problem,
+    original_riccati,
+    original_riccati_matrix,
+    practical_gain,
+    relaxed_gain,
+    relaxed_gain_far,
+    relaxed_problem,
+)
+from paceline.control.lqg import LQG, scalar_riccati, with_final_cost, with_running_cost
+from paceline.control.simulate import Diffusion
+from paceline.control.unknown import Seen, certainty_equivalent_control, flat_prior_estimate, posterior
+
+pytestmark = pytest.mark.slow  # half a minute together: not part of `make check`
+
+# A scalar problem on which many controllers are compared; its best cost is 0.0694755.
+ALPHA, PENALTY, HORIZON, START, VARIANCE = 0.8, 0.05, 4.0, 1.3, 0.49
+
+SKEWED = {
+    1: np.array([[0.7]]),
+    2: np.array([[1.0, 0.8], [-0.3, 0.4]]),
+    3: np.array([[0.9, 0.5, -0.2], [0.0, 1.4, 0.6], [0.3, -0.7, 0.2]]),
+    4: np.array([[0.5, 1.0, 0.0, 0.2], [0.0, 0.5, 1.0, 0.0], [0.0, 0.0, 0.5, 1.0], [-0.4, 0.0, 0.0, 0.5]]),
+}
+
+
+# --- Second routes --------------------------------------------------------------------------------------
+
+
+def general_problem(n, m, horizon=1.5):
+    """All seven matrices different from the identity, input and noise not square."""
+    rng = np.random.default_rng(10 * n + m)
+    half_q, half_f, half_r = rng.normal(size=(n, n)), rng.normal(size=(n, n)), rng.normal(size=(m, m))
+    return {
+        "drift": rng.normal(size=(n, n)),
+        "input": rng.normal(size=(n, m)),
+        "noise": rng.normal(size=(n, n + 1)) / 2,
+        "running_cost": half_q @ half_q.T / n,
+        "final_cost": half_f @ half_f.T / n,
+        "control_cost": half_r @ half_r.T / m + 0.5 * np.eye(m),
+        "horizon": horizon,
+    }
+
+
+SIZES = [(1, 1), (2, 1), (3, 2), (4, 4)]
+
+
+def backward(slope, end, horizon, times):
+    """Integrate −dP/dt = slope(P) from P(T) = end; P at these times."""
+    shape = np.shape(end)
+    found = solve_ivp(
+        lambda _, p: slope(p.reshape(shape)).reshape(-1),
+        (0.0, horizon),
+        np.reshape(end, -1),
+        "DOP853",
+        dense_output=True,
+        rtol=1e-12,
+        atol=1e-15,
+    )
+    return np.array([found.sol(horizon - t).reshape(shape) for t in times])
+
+
+def riccati_slope(p, *, drift, input, running_cost, control_cost, **_):
+    gain = np.linalg.solve(control_cost, input.T @ p)
+    return drift.T @ p + p @ drift - p @ input @ gain + running_cost
+
+
+def time_derivative(value, time, step):
+    """By five points, right to step⁴."""
+    one, two = (value(time + step) - value(time - step), value(time + 2 * step) - value(time - 2 * step))
+    return (8 * one - two) / (12 * step)
+
+
+def feedback_cost(gain, start, compared=None, *, drift, input, noise, running_cost, final_cost, **others):
+    """J of u = −gain(t) x from the moments of the state, whatever the gain is.
+
+    With `compared`, also ∫ E (u − u*)' R (u − u*) dt, where u* = −compared(t) x.
+    """
+    r, horizon, n = others["control_cost"], others["horizon"], len(drift)
+
+    def slope(t, state):
+        k, s = gain(t), state[: n * n].reshape(n, n)
+        closed = drift - input @ k
+        change = closed @ s + s @ closed.T + noise @ noise.T
+        off = np.zeros_like(k) if compared is None else k - compared(t)
+        running = np.trace((running_cost + k.T @ r @ k) @ s)
+        return np.concatenate([change.reshape(-1), [running, np.trace(off.T @ r @ off @ s)]])
+
+    begin = np.concatenate([np.outer(start, start).reshape(-1), [0.0, 0.0]])
+    found = solve_ivp(slope, (0.0, horizon), begin, "DOP853", rtol=1e-10, atol=1e-13)
+    last = found.y[:, -1]
+    cost = np.trace(final_cost @ last[: n * n].reshape(n, n)) + last[-2]
+    return cost if compared is None else (cost, last[-1])
+
+
+def returned_mean_problem(a, penalty, horizon, root):
+    """Of the state (θ − μ, ∫ θ − μ), as thm:original_objective writes it."""
+    d = len(a)
+    one, none = np.eye(d), np.zeros((d, d))
+    return {
+        "drift": np.block([[-a, none], [one, none]]),
+        "input": np.vstack([one, none]),
+        "noise": np.vstack([root, none]),
+        "running_cost": np.zeros((2 * d, 2 * d)),
+        "final_cost": np.block([[none, none], [none, one / horizon**2]]),
+        "control_cost": penalty * one,
+        "horizon": horizon,
+    }
+
+
+def scalar_feedback_cost(pull, *, start=START, alpha=ALPHA, penalty=PENALTY, horizon=HORIZON, var=VARIANCE):
+    """J of u = k_x (μ − θ) + k_y (t μ − ∫ θ) for any pair of gains."""
+    problem = returned_mean_problem(np.array([[alpha]]), penalty, horizon, np.array([[np.sqrt(var)]]))
+    return feedback_cost(lambda t: np.array([pull(t)]), np.array([start, 0.0]), **problem)
+
+
+def chain_gains(steps, *, drift, input, running_cost, final_cost, control_cost, horizon, **_):
+    """Dynamic programming on the Euler chain: K_0, ..., K_(steps−1), exact for the chain."""
+    dt = horizon / steps
+    move, push = np.eye(len(drift)) + dt * drift, dt * input
+    value, found = final_cost, []
+    for _step in range(steps):
+        k = np.linalg.solve(dt * control_cost + push.T @ value @ push, push.T @ value @ move)
+        value = dt * running_cost + move.T @ value @ (move - push @ k)
+        found.append(k)
+    return found[::-1]
+
+
+class Impulses:
+    """In place of random numbers: each path gets one unit kick, or its negative, and the first gets none.
+
+    What is quadratic in the kicks has an exact mean then, so a simulation needs no sampling.
+    """
+
+    def __init__(self, first, count):
+        self.next, self.count = first, count
+
+    def standard_normal(self, shape):
+        drawn = np.zeros(shape)
+        here = np.arange(shape[1])
+        drawn[self.next + here, here], drawn[self.next + self.count + here, here] = 1.0, -1.0
+        self.next += shape[1]
+        return drawn
+
+
+def impulse_responses(problem, controller, start, mean, root, steps, method):
+    """The paths of `simulate` from unit kicks of noise and prior, and μ of each path."""
+    d = len(problem.matrix)
+    count = d + steps * (2 * d if method == "exact" else d)
+    optimum = np.tile(np.asarray(mean, float), (1 + 2 * count, 1))
+    optimum[1 : 1 + d] += np.asarray(root, float).T
+    optimum[1 + count : 1 + count + d] -= np.asarray(root, float).T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.random, "default_rng", lambda seed: Impulses(1 + d, count))
+        paths = simulate.simulate(
+            problem, controller, start, optimum, steps=steps, paths=len(optimum), method=method
+        )
+    return paths, optimum
+
+
+def mean_over_kicks(each):
+    """The exact mean of what is quadratic in the kicks."""
+    plus, minus = np.split(each[1:], 2)
+    return each[0] + np.sum((plus + minus) / 2 - each[0])
+
+
+def exact_cost(problem, controller, start, mean, root, steps, method="euler", penalty=None):
+    paths, optimum = impulse_responses(problem, controller, start, mean, root, steps, method)
+    penalty = problem.penalty if penalty is None else penalty
+    return mean_over_kicks(np.sum((paths.mean - optimum) ** 2, axis=1) + penalty * paths.effort)
+
+
+def relative(ours, reference):
+    """The largest deviation, relative to the largest entry."""
+    reference = np.asarray(reference, float)
+    return np.max(np.abs(ours - reference)) / np.max(np.abs(reference))
+
+
+def digits(ours, reference):
+    """Relative error of each number against one of many digits; below the smallest normal, absolutely."""
+    reference = [mpmath.mpf(value) for value in reference]
+    return max(
+        float(abs(mpmath.mpf(float(x)) - y) / max(abs(y), mpmath.mpf(10) ** -290))
+        for x, y in zip(np.ravel(ours), reference, strict=True)
+    )
+
+
+# --- thm:lqg --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_riccati_fulfils_its_equation_and_its_final_value(n, m):
+    given = general_problem(n, m)
+    problem = LQG(**given)
+    assert np.allclose(problem.riccati(1.5), given["final_cost"], rtol=0, atol=1e-14)
+    for time in (0.1, 0.7, 1.3):
+        value = problem.riccati(time)
+        residual = time_derivative(problem.riccati, time, 1e-3) + riccati_slope(value, **given)
+        assert np.max(np.abs(residual)) < 2e-8 * max(1.0, np.max(np.abs(value)))
+        assert np.array_equal(value, value.T)
+        assert np.linalg.eigvalsh(value)[0] > 0
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_riccati_is_what_backward_integration_finds(n, m):
+    given = general_problem(n, m)
+    problem = LQG(**given)
+    times = [0.9, 0.0, 1.5, 0.3]
+    expected = backward(lambda p: riccati_slope(p, **given), given["final_cost"], 1.5, times)
+    assert relative(np.array([problem.riccati(t) for t in times]), expected) < 1e-9
+    assert relative(problem.riccati_by_ode(times), expected) < 1e-9
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_dynamic_programming_on_the_euler_chain_converges_to_the_gain(n, m):
+    given = general_problem(n, m)
+    problem = LQG(**given)
+    errors = []
+    for steps in (200, 400, 800):
+        found = chain_gains(steps, **given)
+        spots = [0, steps // 4, steps // 2]
+        errors.append(max(relative(found[k], problem.gain(k * 1.5 / steps)) for k in spots))
+    assert errors[-1] < 0.05
+    assert errors[0] / errors[1] == pytest.approx(2, abs=0.3)
+    assert errors[1] / errors[2] == pytest.approx(2, abs=0.2)
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_a_long_horizon_gives_the_algebraic_riccati_equation(n, m):
+    given = general_problem(n, m, horizon=60.0)
+    steady = solve_continuous_are(
+        given["drift"], given["input"], given["running_cost"], given["control_cost"]
+    )
+    assert relative(LQG(**given).riccati(0.0), steady) < 1e-9
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_the_best_cost_is_that_of_the_moments_under_the_best_gain(n, m):
+    given = general_problem(n, m)
+    problem, start = LQG(**given), np.linspace(-1.0, 2.0, n)
+    assert problem.cost(start) == pytest.approx(feedback_cost(problem.gain, start, **given), rel=1e-8)
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_any_other_gain_costs_more_by_the_square_of_the_difference(n, m):
+    """J(u) − J* = E ∫ (u − u*)' R (u − u*), which is 0 for u* only."""
+    given = general_problem(n, m)
+    problem, start = LQG(**given), np.linspace(-1.0, 2.0, n)
+    aside = np.random.default_rng(0).normal(size=(m, n))
+    for other in (
+        lambda t: 0.8 * problem.gain(t),
+        lambda t: 1.2 * problem.gain(t),
+        lambda t: problem.gain(t) + 0.3 * np.sin(3 * t) * aside,
+        lambda _: np.zeros((m, n)),
+    ):
+        cost, more = feedback_cost(other, start, problem.gain, **given)
+        assert more > 1e-4
+        assert cost - problem.cost(start) == pytest.approx(more, rel=1e-6)
+
+
+def test_monte_carlo_of_a_general_problem_costs_what_the_theorem_says():
+    given = general_problem(2, 1)
+    problem, start = LQG(**given), np.array([1.0, -0.5])
+    rng, steps, paths = np.random.default_rng(5), 300, 20000
+    dt = 1.5 / steps
+    x, cost = np.tile(start, (paths, 1)), np.zeros(paths)
+    for k in range(steps):
+        u = -x @ problem.gain(k * dt).T
+        cost += dt * np.einsum("pi,ij,pj->p", x, given["running_cost"], x)
+        cost += dt * np.einsum("pi,ij,pj->p", u, given["control_cost"], u)
+        kick = np.sqrt(dt) * rng.standard_normal((paths, 3)) @ given["noise"].T
+        x = x + dt * (x @ given["drift"].T + u @ given["input"].T) + kick
+    cost += np.einsum("pi,ij,pj->p", x, given["final_cost"], x)
+    error = np.std(cost) / np.sqrt(paths)
+    assert abs(np.mean(cost) - problem.cost(start)) < 3 * error
+    assert error < 0.01 * problem.cost(start)
+
+
+def test_a_long_problem_costs_its_steady_state_per_unit_of_time():
+    """Long and fast enough for the implicit integrator."""
+    problem = LQG(drift=[[-1.0]], horizon=4e3, running_cost=[[3.0]], control_cost=[[1.0]], noise=[[2.0]])
+    # p = 1 solves −2p − p² + 3 = 0. From p = 0 the integral lacks ∫ 1 − p dτ = ∫ 4/(3e^(4τ) + 1) dτ.
+    expected = 4.0 * (4e3 - np.log(4 / 3)) + 5.0**2
+    assert problem.cost([5.0]) == pytest.approx(expected, rel=1e-9)
+    assert problem.riccati(0.0).item() == pytest.approx(1.0, rel=1e-12)
+
+
+def test_defaults_are_no_cost_of_the_state_and_identities():
+    a = SKEWED[3]
+    plain = LQG(drift=a, horizon=2.0, control_cost=np.eye(3))
+    assert np.array_equal(plain.gain(0.0), np.zeros((3, 3)))
+    assert plain.cost(np.ones(3)) == 0.0
+    full = {"input": np.eye(3), "noise": np.eye(3), "running_cost": np.zeros((3, 3))}
+    short = LQG(drift=a, horizon=2.0, control_cost=np.eye(3), final_cost=np.eye(3))
+    long = LQG(drift=a, horizon=2.0, control_cost=np.eye(3), final_cost=np.eye(3), **full)
+    assert short.cost(np.ones(3)) == long.cost(np.ones(3))
+    assert np.array_equal(short.gain(0.5), long.gain(0.5))
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 4])
+def test_running_cost_corollary(d):
+    a, q, r, times = -SKEWED[d], 0.7, 0.4, [0.0, 0.8, 2.0]
+    expected = backward(lambda p: a.T @ p + p @ a - p @ p / r + q * np.eye(d), np.zeros((d, d)), 2.0, times)
+    problem = with_running_cost(a, q, r, 2.0)
+    for time, value in zip(times, expected, strict=True):
+        assert np.allclose(problem.riccati(time), value, rtol=0, atol=1e-10)
+        assert np.allclose(problem.gain(time), value / r, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 4])
+def test_final_cost_corollary(d):
+    """Without a running cost P⁻¹ follows a linear equation, whose solution is an integral."""
+    a, q, r = -SKEWED[d], 0.7, 0.4
+    problem = with_final_cost(a, q, r, 2.0)
+    for time in (0.0, 0.8, 2.0):
+        left = 2.0 - time
+        grown = quad_vec(lambda s: expm(-a * s) @ expm(-a.T * s), 0.0, left, epsabs=1e-12)[0] / r
+        inverse = expm(-a * left) @ expm(-a.T * left) / q + grown
+        assert relative(problem.riccati(time), np.linalg.inv(inverse)) < 1e-10
+        assert relative(problem.gain(time), np.linalg.inv(inverse) / r) < 1e-10
+
+
+def test_E1_noise_enters_as_an_increment():
+    """With C W dt in place of C dW the end would have variance c² T³/3, not c² T. Control is too dear."""
+    problem = LQG(drift=[[0.0]], horizon=5.0, final_cost=[[1.0]], control_cost=[[1e12]], noise=[[0.3]])
+    assert problem.cost([0.0]) == pytest.approx(0.3**2 * 5.0, rel=1e-9)
+    assert problem.cost([0.0]) != pytest.approx(0.3**2 * 5.0**3 / 3, rel=0.5)
+
+
+def test_E2_the_printed_sign_of_the_final_cost_equation_is_wrong():
+    a, q, r, end, one = SKEWED[2], 0.3, 0.5, 2.0, np.eye(2)
+    problem = with_final_cost(a, q, r, end)
+    value, slope = problem.riccati(0.5), time_derivative(problem.riccati, 0.5, 1e-3)
+    right_side = a.T @ value + value @ a - value @ value / r
+    assert np.max(np.abs(-slope - right_side)) < 1e-9  # ours
+    assert np.max(np.abs(slope - right_side)) > 0.1  # as printed
+    times = np.linspace(0.0, end, 41)
+    printed = backward(lambda p: -(a.T @ p + p @ a - p @ p / r), q * one, end, times)
+    given = {"drift": a, "input": one, "noise": one, "running_cost": 0 * one}
+    given |= {"final_cost": q * one, "control_cost": r * one, "horizon": end}
+
+    def printed_gain(t):
+        return np.array([[np.interp(t, times, printed[:, i, j]) for j in (0, 1)] for i in (0, 1)]) / r
+
+    start = np.array([1.0, -1.0])
+    assert problem.cost(start) == pytest.approx(feedback_cost(problem.gain, start, **given), rel=1e-8)
+    assert feedback_cost(printed_gain, start, **given) > 1.2 * problem.cost(start)
+
+
+def test_E3_a_semidefinite_control_cost_is_refused():
+    flat = np.diag([1.0, 0.0])
+    assert_refused(lambda: LQG(drift=np.eye(2), horizon=1.0, control_cost=flat), "control_cost", flat)
+    assert LQG(drift=np.eye(2), horizon=1.0, control_cost=np.eye(2), running_cost=flat).gain(0.0).any()
+
+
+# --- lem:scalar-riccati-solution ------------------------------------------------------------------------
+
+
+SCALARS = [  # a, q, r, q_f
+    (-0.7, 0.5, 0.4, 0.0),
+    (0.7, 0.5, 0.4, 2.0),
+    (1.5, 0.0, 0.4, 0.3),
+    (-1.5, 0.0, 0.4, 0.3),
+    (0.0, 0.5, 2.0, 0.0),
+    (0.0, 0.0, 2.0, 3.0),
+]
+
+
+@pytest.mark.parametrize(("a", "q", "r", "qf"), SCALARS)
+def test_scalar_riccati_is_what_backward_integration_finds(a, q, r, qf):
+    times = np.array([0.0, 0.4, 1.9, 3.0])
+    expected = backward(lambda p: 2 * a * p - p**2 / r + q, np.array([qf]), 3.0, times)[:, 0]
+    assert np.allclose(scalar_riccati(a, q, r, qf, 3.0, times), expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(("a", "q", "r", "qf"), SCALARS)
+def test_scalar_riccati_fulfils_its_equation(a, q, r, qf):
+    def value(time):
+        return scalar_riccati(a, q, r, qf, 3.0, time)
+
+    for time in (0.5, 1.5, 2.5):
+        p = value(time)
+        assert time_derivative(value, time, 1e-3) + 2 * a * p - p**2 / r + q == pytest.approx(0, abs=1e-9)
+    assert value(3.0) == pytest.approx(qf, rel=1e-14, abs=1e-300)
+
+
+def test_scalar_riccati_stays_at_its_fixed_points():
+    a, q, r = 0.6, 0.5, 0.4
+    upper = r * (a + np.sqrt(a**2 + q / r))
+    assert np.allclose(scalar_riccati(a, q, r, upper, 3.0, [0.0, 1.0, 2.9]), upper, rtol=1e-14)
+    # q_f = β₋ = 0, where the printed form divides by 0.
+    assert np.array_equal(scalar_riccati(a, 0.0, r, 0.0, 3.0, [0.0, 1.0]), [0.0, 0.0])
+
+
+def test_scalar_riccati_is_nothing_where_nothing_costs_also_for_a_long_unstable_way():
+    assert scalar_riccati(1000.0, 0.0, 1.0, 0.0, 1.0, 0.0) == 0.0
+
+
+def test_scalar_riccati_broadcasts():
+    a, times = np.array([[-1.0], [0.0], [2.0]]), np.array([0.0, 1.0])
+    together = scalar_riccati(a, 0.3, 0.5, 1.0, 3.0, times)
+    assert together.shape == (3, 2)
+    for i, j in np.ndindex(3, 2):
+        assert together[i, j] == scalar_riccati(a[i, 0], 0.3, 0.5, 1.0, 3.0, times[j])
+
+
+# --- thm:optimal_control_relaxed ------------------------------------------------------------------------
+
+
+def printed_relaxed_gain(alpha, lam, end, time):
+    """eq. optimal_control_relaxed_diagonal, in as many digits as are in use."""
+    alpha, lam, left, end = (mpmath.mpf(float(x)) for x in (alpha, lam, end - time, end))
+    omega = mpmath.sqrt(alpha**2 + 1 / (lam * end))
+    e = mpmath.exp(-2 * omega * left)
+    return (1 - e) / ((omega + alpha) + (omega - alpha) * e) / (lam * end)
+
+
+@pytest.mark.parametrize("alpha", [-1.2, -0.1, 0.0, 1e-9, 0.7, 6.0])
+@pytest.mark.parametrize("lam", [0.01, 0.4])
+def test_relaxed_gain_solves_the_printed_equation(alpha, lam):
+    end, times = 5.0, np.array([0.0, 2.7, 4.9])
+    found = backward(lambda p: -(2 * alpha * p + p**2 / lam - 1 / end), np.array([0.0]), end, times)[:, 0]
+    ours = relaxed_gain(alpha, lam, end, times)
+    assert np.allclose(ours, found / lam, rtol=1e-9)
+    assert np.allclose(ours, [float(printed_relaxed_gain(alpha, lam, end, t)) for t in times], rtol=1e-12)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 4])
+def test_relaxed_problem_solves_the_printed_equation_for_any_matrix(d):
+    a, lam, end, times = SKEWED[d], 0.3, 5.0, [0.0, 3.0, 4.5]
+    one = np.eye(d)
+    found = backward(lambda p: -(a.T @ p + p @ a + p @ p / lam - one / end), 0 * one, end, times)
+    problem = relaxed_problem(a, lam, end)
+    for time, p in zip(times, found, strict=True):
+        assert relative(problem.gain(time), p / lam) < 1e-9
+
+
+def test_relaxed_problem_of_a_diagonal_matrix_has_the_scalar_gains():
+    alphas = np.array([0.0, 0.3, 2.0, -0.4])
+    gain = relaxed_problem(np.diag(alphas), 0.2, 5.0).gain(1.5)
+    assert np.allclose(gain, np.diag(relaxed_gain(alphas, 0.2, 5.0, 1.5)), rtol=0, atol=1e-11)
+
+
+def test_relaxed_gain_far_from_the_end_is_the_algebraic_riccati_equation():
+    alpha, lam, end = 0.7, 0.3, 50.0
+    one = np.eye(1)
+    steady = solve_continuous_are(-alpha * one, one, one / end, lam * one).item() / lam
+    assert relaxed_gain_far(alpha, lam, end) == pytest.approx(0.046100976, abs=1e-9)
+    assert relaxed_gain_far(alpha, lam, end) == pytest.approx(steady, rel=1e-10)
+    assert relaxed_gain(alpha, lam, end, 0.0) == pytest.approx(steady, rel=1e-10)
+    dt = 1e-4
+    chain = solve_discrete_are((1 - dt * alpha) * one, dt * one, dt / end * one, dt * lam * one).item()
+    assert dt * (1 - dt * alpha) * chain / (dt * lam + dt**2 * chain) == pytest.approx(steady, rel=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [-3.0, 0.0, 0.2, 4.0])
+def test_relaxed_gain_leaves_its_far_approximation_exponentially(alpha):
+    lam, end = 0.05, 10.0
+    omega = np.sqrt(alpha**2 + 1 / (lam * end))
+    far = relaxed_gain_far(alpha, lam, end)
+    assert far**2 + 2 * alpha * far == pytest.approx(1 / (lam * end), rel=1e-12)
+    left = np.array([4.0, 5.0]) / omega
+    lost = 1 - relaxed_gain(alpha, lam, end, end - left) / far
+    # 1 − (1 − e)/(1 + c e) is about (1 + c) e.
+    assert np.allclose(lost, 2 * omega / (omega + alpha) * np.exp(-2 * omega * left), rtol=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.2])
+def test_a_relaxed_gain_times_a_factor_costs_more(factor):
+    lam, end = 0.05, 4.0
+    one = np.eye(1)
+    given = {"drift": -0.8 * one, "input": one, "noise": 0.7 * one, "running_cost": one / end}
+    given |= {"final_cost": 0 * one, "control_cost": lam * one, "horizon": end}
+    best = relaxed_problem(0.8, lam, end, 0.49).cost([1.3])
+
+    def cost(times):
+        gain = lambda t: times * relaxed_gain(0.8, lam, end, min(t, end)).reshape(1, 1)  # noqa: E731
+        return feedback_cost(gain, np.array([1.3]), **given)
+
+    assert cost(1.0) == pytest.approx(best, rel=1e-8)
+    assert cost(factor) > 1.002 * best
+
+
+def test_the_relaxed_objective_is_never_below_the_original():
+    """Jensen, for the best of each."""
+    for alpha, lam, end, start in itertools.product((0.1, 2.0), (0.01, 1.0), (1.0, 20.0), (0.0, 3.0)):
+        assert original_cost(start, alpha, lam, end, 0.5) < relaxed_problem(alpha, lam, end, 0.5).cost(
+            [start]
+        )
+
+
+def test_E5_the_printed_riccati_solution_has_the_wrong_sign():
+    alpha, lam, end, left = 0.7, 0.4, 5.0, 2.3
+    omega = np.sqrt(alpha**2 + 1 / (lam * end))
+    e = np.exp(-2 * omega * left)
+    printed = -lam * (omega - alpha) * (1 - e) / (1 + (omega - alpha) / (omega + alpha) * e)
+    ours = lam * relaxed_gain(alpha, lam, end, end - left)
+    true = backward(
+        lambda p: -2 * alpha * p - p**2 / lam + 1 / end, np.array([0.0]), end, [end - left]
+    ).item()
+    assert true == pytest.approx(0.116573, abs=1e-6)
+    assert ours == pytest.approx(true, rel=1e-10)
+    assert printed == pytest.approx(-true, rel=1e-10)
+
+
+def test_E6_the_gain_needs_its_factor():
+    """As printed, the control would not see where the weights are; it would push also at the optimum."""
+    problem = Diffusion(curvature=0.5, horizon=10.0, penalty=0.2, covariance=0.1)
+    gain = relaxed_gain_far(0.5, 0.2, 10.0)
+    with_factor = lambda seen: -gain * seen.weights  # noqa: E731
+    as_printed = lambda seen: np.full_like(seen.weights, gain)  # noqa: E731
+    none = np.zeros((1, 1))
+    for start in (0.0, 2.0):
+        costs = [
+            exact_cost(problem, control, start, [0.0], none, 200) for control in (with_factor, as_printed)
+        ]
+        assert costs[0] < 0.6 * costs[1]
+
+
+def test_E7_the_scale_on_which_the_exponential_vanishes_is_at_most_one_over_two_alpha():
+    alpha, lam, end = 0.1, 0.01, 20.0
+    scale = 1 / (2 * np.sqrt(alpha**2 + 1 / (lam * end)))
+    assert scale == pytest.approx(0.223, abs=1e-3)
+    assert not scale >= 1 / (2 * alpha)  # as printed
+    # The horizon is 90 such scales, which suffices for the relaxed gain and not for the practical one.
+    assert relaxed_gain(alpha, lam, end, 0.0) == pytest.approx(relaxed_gain_far(alpha, lam, end), rel=1e-12)
+    assert np.exp(-alpha * end) == pytest.approx(0.135, abs=1e-3)
+    exact = original_gains(alpha, lam, end, 0.0).toward
+    assert exact / practical_gain(alpha, lam, end) == pytest.approx(1.96, abs=0.01)
+
+
+def test_E7b_only_one_of_the_two_gains_leads_to_the_algorithm():
+    alpha, lam, end = 0.7, 0.3, 50.0
+    assert relaxed_gain_far(alpha, lam, end) == pytest.approx(0.0461, abs=5e-5)
+    assert practical_gain(alpha, lam, end) == pytest.approx(0.0024, abs=5e-5)
+    assert original_gains(alpha, lam, end, 0.0).toward == pytest.approx(0.0024, abs=5e-5)
+
+
+# --- thm:original_objective and thm:optimal_control_solution --------------------------------------------
+
+
+def mns_slope(blocks, a, lam):
+    """The three printed equations."""
+    m, n, s = blocks
+    return np.array(
+        [
+            -a.T @ m - m @ a + n + n.T - m @ m / lam,
+            -a.T @ n + s - m @ n / lam,
+            -n.T @ n / lam,
+        ]
+    )
+
+
+def mns_backward(a, lam, end, times):
+    zero = np.zeros_like(a)
+    return backward(
+        lambda p: mns_slope(p, a, lam), np.array([zero, zero, np.eye(len(a)) / end**2]), end, times
+    )
+
+
+MATRICES = {
+    **{f"skewed_{d}": a for d, a in SKEWED.items()},
+    "symmetric": np.array([[1.0, 0.4], [0.4, 0.3]]),
+    "indefinite": np.array([[0.3, 1.0], [1.0, -0.5]]),
+    "nilpotent": np.array([[0.0, 1.0], [0.0, 0.0]]),
+    "zero": np.zeros((3, 3)),
+    "jordan": np.array([[0.6, 2.0], [0.0, 0.6]]),
+    "rotation": np.array([[0.0, -3.0], [3.0, 0.0]]),
+    "diagonal": np.diag([0.0, 1e-9, 2.0, -0.7]),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("lam", [0.003, 0.5])
+def test_matrix_riccati_is_what_backward_integration_finds(name, lam):
+    a, end, times = MATRICES[name], 3.0, [0.0, 1.1, 2.6]
+    for time, expected in zip(times, mns_backward(a, lam, end, times), strict=True):
+        ours = original_riccati_matrix(a, lam, end, time)
+        gain = original_gains_matrix(a, lam, end, time)
+        assert max(relative(block, true) for block, true in zip(ours, expected, strict=True)) < 1e-9
+        assert relative(gain.toward, expected[0] / lam) < 1e-9
+        assert relative(gain.balance, expected[1] / lam) < 1e-9
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_matrix_riccati_fulfils_the_printed_equations_and_final_values(name):
+    a, lam, end = MATRICES[name], 0.05, 3.0
+
+    def value(time):
+        return np.array(original_riccati_matrix(a, lam, end, time))
+
+    for time in (0.3, 1.7, 2.8):
+        residual = time_derivative(value, time, 1e-3) + mns_slope(value(time), a, lam)
+        assert np.max(np.abs(residual)) < 1e-8
+    last = [np.zeros_like(a), np.zeros_like(a), np.eye(len(a)) / 9.0]
+    assert np.allclose(value(3.0), last, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("d", [2, 3, 4])
+def test_blocks_are_those_of_the_doubled_problem(d):
+    a, lam, end, time = SKEWED[d], 0.05, 3.0, 0.4
+    m, n, s = original_riccati_matrix(a, lam, end, time)
+    problem = original_problem(a, lam, end)
+    assert relative(problem.riccati(time), np.block([[m, n], [n.T, s]])) < 1e-9
+    together = original_gains_matrix(a, lam, end, time)
+    assert relative(problem.gain(time), np.hstack([together.toward, together.balance])) < 1e-9
+    given = returned_mean_problem(a, lam, end, np.eye(d))
+    assert relative(problem.riccati(0.0), backward(
+        lambda p: riccati_slope(p, **given), given["final_cost"], end, [0.0])[0]) < 1e-9  # fmt: skip
+
+
+@pytest.mark.parametrize("alpha", [-2.0, -0.3, 0.0, 1e-7, 0.4, 3.0])
+@pytest.mark.parametrize("lam", [0.003, 0.5])
+def test_scalar_riccati_of_the_mean_fulfils_the_printed_equations(alpha, lam):
+    """lem:original_objective_solution_scalar."""
+    end, a = 3.0, np.array([[alpha]])
+    times = np.array([0.0, 0.9, 2.9])
+    ours = np.array(original_riccati(alpha, lam, end, times))
+    assert np.allclose(ours, mns_backward(a, lam, end, times)[..., 0, 0].T, rtol=1e-9)
+
+    def value(time):
+        return np.array(original_riccati(alpha, lam, end, time)).reshape(3, 1, 1)
+
+    residual = time_derivative(value, 1.4, 1e-3) + mns_slope(value(1.4), a, lam)
+    assert np.max(np.abs(residual)) < 1e-8
+    assert np.array_equal(value(3.0).ravel(), [0.0, 0.0, lam / (lam * 9.0)])
+
+
+def test_a_diagonal_matrix_has_the_gains_of_its_entries():
+    alphas = np.array([0.0, 1e-8, 0.3, 2.0, -0.4])
+    matrix, apart = (
+        original_gains_matrix(np.diag(alphas), 0.02, 5.0, 1.5),
+        original_gains(alphas, 0.02, 5.0, 1.5),
+    )
+    assert np.allclose(matrix.toward, np.diag(apart.toward), rtol=0, atol=1e-14)
+    assert np.allclose(matrix.balance, np.diag(apart.balance), rtol=0, atol=1e-14)
+    # A trace of asymmetry takes the way of general matrices.
+    tilted = np.diag(alphas)
+    tilted[0, 4] = 1e-13
+    assert np.allclose(
+        original_gains_matrix(tilted, 0.02, 5.0, 1.5).toward, matrix.toward, rtol=0, atol=1e-12
+    )
+
+
+def test_gains_without_curvature_are_the_printed_ones_and_the_limit():
+    lam, end, times = 0.1, 5.0, np.array([0.0, 1.0, 4.5])
+    left = end - times
+    below = lam * end**2 + left**3 / 3
+    flat = original_gains(0.0, lam, end, times)
+    assert np.allclose(flat.toward, left**2 / below, rtol=1e-14)
+    assert np.allclose(flat.balance, left / below, rtol=1e-14)
+    for alpha in (1e-3, 1e-6, 1e-9, -1e-9, 1e-300):
+        near = original_gains(alpha, lam, end, times)
+        assert np.allclose(near.toward, flat.toward, rtol=10 * abs(alpha) + 1e-14)
+        assert np.allclose(near.balance, flat.balance, rtol=10 * abs(alpha) + 1e-14)
+
+
+def test_gains_broadcast():
+    alphas, times = np.array([[-1.0], [0.0], [2.0]]), np.array([0.0, 1.0])
+    together = original_gains(alphas, 0.1, 3.0, times)
+    for i, j in np.ndindex(3, 2):
+        one = original_gains(alphas[i, 0], 0.1, 3.0, times[j])
+        assert (together.toward[i, j], together.balance[i, j]) == (one.toward, one.balance)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.8, 4.0])
+def test_dynamic_programming_on_the_euler_chain_converges_to_the_gains_of_the_mean(alpha):
+    lam, end = 0.05, 4.0
+    given = returned_mean_problem(np.array([[alpha]]), lam, end, np.eye(1))
+    errors = []
+    for steps in (200, 400, 800, 1600):
+        found = np.array(chain_gains(steps, **given))[:, 0, :]
+        ours = np.column_stack(original_gains(alpha, lam, end, np.arange(steps) * end / steps))
+        errors.append(np.max(np.abs(found - ours)))
+    assert errors[-1] < 4e-3
+    assert np.allclose(np.divide(errors[:-1], errors[1:]), 2, atol=0.15)
+
+
+def test_dynamic_programming_on_the_euler_chain_converges_to_the_gains_of_a_matrix():
+    given = returned_mean_problem(SKEWED[3], 0.05, 3.0, np.eye(3))
+    errors = []
+    for steps in (200, 400, 800):
+        found = chain_gains(steps, **given)
+        spots = [0, steps // 2, 3 * steps // 4]
+        ours = [np.hstack(original_gains_matrix(SKEWED[3], 0.05, 3.0, k * 3.0 / steps)) for k in spots]
+        errors.append(max(relative(found[k], mine) for k, mine in zip(spots, ours, strict=True)))
+    assert errors[-1] < 0.02
+    assert np.allclose(np.divide(errors[:-1], errors[1:]), 2, atol=0.2)
+
+
+def test_the_best_cost_of_the_mean_is_that_of_the_moments_and_other_gains_cost_more():
+    cost = original_cost(START, ALPHA, PENALTY, HORIZON, VARIANCE)
+    assert cost == pytest.approx(0.0694755, abs=5e-8)
+
+    def times(toward, balance):
+        def pull(t):
+            now = original_gains(ALPHA, PENALTY, HORIZON, min(t, HORIZON))
+            return toward * now.toward, balance * now.balance
+
+        return scalar_feedback_cost(pull)
+
+    assert times(1.0, 1.0) == pytest.approx(cost, rel=1e-8)
+    assert times(0.8, 0.8) == pytest.approx(0.0717, abs=5e-5)
+    assert times(1.2, 1.2) == pytest.approx(0.0709, abs=5e-5)
+    for toward, balance in ((0.8, 1.0), (1.2, 1.0), (1.0, 0.8), (1.0, 1.2), (0.0, 0.0)):
+        assert times(toward, balance) > 1.003 * cost
+
+
+@pytest.mark.parametrize("alpha", [-1.5, 0.0, 1e-6, 0.8, 5.0])
+@pytest.mark.parametrize("lam", [0.001, 0.5])
+def test_closed_form_of_the_best_cost_is_that_of_the_doubled_problem(alpha, lam):
+    problem = original_problem(alpha, lam, 3.0, 0.49)
+    assert original_cost(1.3, alpha, lam, 3.0, 0.49) == pytest.approx(problem.cost([1.3, 0.0]), rel=1e-8)
+
+
+def test_best_cost_of_coordinates_adds_up():
+    alphas, starts, variances = np.array([0.5, 2.0]), np.array([1.0, -2.0]), np.array([0.3, 0.8])
+    whole = original_problem(np.diag(alphas), 0.05, 3.0, np.diag(variances))
+    apart = original_cost(starts, alphas, 0.05, 3.0, variances)
+    assert np.sum(apart) == pytest.approx(whole.cost([*starts, 0.0, 0.0]), rel=1e-8)
+
+
+def test_best_cost_does_not_depend_on_what_else_is_in_the_array():
+    alone = original_cost(0.0, 1.0, 1e8, 1e-3, 1.0)
+    assert original_cost(0.0, [1.0, -1.0], 1e8, 1e-3, 1.0)[0] == pytest.approx(alone, rel=1e-12)
+
+
+def test_monte_carlo_of_the_best_control_costs_the_closed_form_and_factors_cost_more():
+    problem = Diffusion(curvature=ALPHA, horizon=HORIZON, penalty=PENALTY, covariance=VARIANCE)
+    each = {}
+    for factor in (0.8, 1.0, 1.2):
+        control = simulate.knowing(problem, 2.0, factor)
+        paths = simulate.simulate(problem, control, 2.0 + START, 2.0, steps=400, paths=20000, seed=3)
+        each[factor] = (paths.mean[:, 0] - 2.0) ** 2 + PENALTY * paths.effort
+        if factor == 1.0:
+            cost, error = paths.cost(2.0, PENALTY)
+            assert (cost, error) == pytest.approx(
+                (np.mean(each[1.0]), np.std(each[1.0]) / 20000**0.5), rel=1e-4
+            )
+    assert error < 6e-4
+    assert abs(cost - original_cost(START, ALPHA, PENALTY, HORIZON, VARIANCE)) < 3 * error
+    for factor in (0.8, 1.2):  # the same noise: the difference is surer than either cost
+        worse = each[factor] - each[1.0]
+        assert np.mean(worse) > 3 * np.std(worse) / 20000**0.5
+
+
+def test_monte_carlo_of_a_matrix_costs_what_the_doubled_problem_says():
+    a, noise, mu, start = SKEWED[2], np.array([[0.5, 0.2], [0.2, 0.3]]), np.array([1.0, -1.0]), [2.0, 0.5]
+    problem = Diffusion(curvature=a, horizon=3.0, penalty=0.05, covariance=noise)
+    control = simulate.knowing(problem, mu)
+    cost, error = simulate.simulate(problem, control, start, mu, steps=200, paths=10000, seed=7).cost(
+        mu, 0.05
+    )
+    expected = original_problem(a, 0.05, 3.0, noise).cost([1.0, 1.5, 0.0, 0.0])
+    assert abs(cost - expected) < 3 * error
+    assert error < 0.02 * expected
+    # Without sampling, and in steps so short that the held control is the continuous one.
+    costs = [exact_cost(problem, control, start, mu, np.zeros((2, 2)), n, "exact") for n in (50, 100)]
+    assert costs[1] == pytest.approx(expected, rel=0.01)
+    assert 0 < costs[1] - expected < 0.6 * (costs[0] - expected)
+
+
+# --- Errata of the original objective -------------------------------------------------------------------
+
+
+def corrected_below(alpha, lam, end, left):
+    """αλT² + τ/α − (2/α²)(1 − e) + (1 − e²)/(2α²), eq. optimal_controller_diagonal_nonzero."""
+    e = np.exp(-alpha * left)
+    return (
+        alpha * lam * end**2
+        + left / alpha
+        - 2 / alpha**2 * (1 - e)
+        + (1 - np.exp(-2 * alpha * left)) / (2 * alpha**2)
+    )
+
+
+def cost_with_below(below, lam):
+    """J of the printed shape (1 − e)/below · ((1 − e)/α (μ − θ) + ∫ μ − θ)."""
+
+    def pull(t):
+        lost = 1 - np.exp(-ALPHA * (HORIZON - t))
+        share = lost / below(HORIZON - t)
+        return share * lost / ALPHA, share
+
+    return scalar_feedback_cost(pull, penalty=lam)
+
+
+@pytest.mark.parametrize("lam", [0.001, 0.05])
+def test_the_corrected_denominator_is_ours(lam):
+    times = np.array([0.0, 1.0, 3.5])
+    lost = 1 - np.exp(-ALPHA * (HORIZON - times))
+    below = corrected_below(ALPHA, lam, HORIZON, HORIZON - times)
+    ours = original_gains(ALPHA, lam, HORIZON, times)
+    assert np.allclose(ours.toward, lost**2 / ALPHA / below, rtol=1e-12)
+    assert np.allclose(ours.balance, lost / below, rtol=1e-12)
+    best = original_cost(START, ALPHA, lam, HORIZON, VARIANCE)
+    cost = cost_with_below(lambda left: corrected_below(ALPHA, lam, HORIZON, left), lam)
+    assert cost == pytest.approx(best, rel=1e-7)
+
+
+def test_E8_the_printed_integral_of_h_squared_is_too_large():
+    alpha, lam, left = ALPHA, 0.001, 2.5
+    e = np.exp(-alpha * left)
+    true = quad_vec(lambda s: ((1 - np.exp(-alpha * s)) / alpha) ** 2, 0.0, left)[0]
+    printed = left / alpha**2 - 2 * (1 - e) / (2 * alpha**3) + (1 - e**2) / (2 * alpha**3)
+    h, g, shrink = gains.integrals(alpha, left)
+    assert (h, g, shrink) == pytest.approx(((1 - e) / alpha, true, 1.0), rel=1e-12)
+    assert printed - true == pytest.approx((1 - e) / alpha**3, rel=1e-12)
+    # S⁻¹ = T² + g/λ: with the printed g its own equation −dS/dt = −N²/λ fails.
+    s = original_riccati(alpha, lam, HORIZON, HORIZON - left).s
+    assert s == pytest.approx(1 / (HORIZON**2 + true / lam), rel=1e-12)
+    assert s != pytest.approx(1 / (HORIZON**2 + printed / lam), rel=0.1)
+
+    def printed_below(left):
+        e = np.exp(-alpha * left)
+        return alpha * lam * HORIZON**2 + left / alpha - (1 - e) / alpha**2 + (1 - e**2) / (2 * alpha**2)
+
+    assert original_cost(START, alpha, lam, HORIZON, VARIANCE) == pytest.approx(0.0033, abs=5e-5)
+    assert cost_with_below(printed_below, lam) == pytest.approx(0.0380, abs=5e-5)
+
+
+def test_E9_the_printed_penalty_lacks_a_square_of_the_horizon():
+    def printed_below(left):
+        return corrected_below(ALPHA, PENALTY, HORIZON, left) - ALPHA * PENALTY * (HORIZON**2 - HORIZON)
+
+    assert original_cost(START, ALPHA, PENALTY, HORIZON, VARIANCE) == pytest.approx(0.0695, abs=5e-5)
+    assert cost_with_below(printed_below, PENALTY) == pytest.approx(0.0856, abs=5e-5)
+
+
+def test_E10_the_printed_gain_for_an_unknown_optimum_pushes_away_near_the_end():
+    def printed_below(alpha, lam, end, left):
+        e = np.exp(-alpha * left)
+        return alpha * lam * end**2 + left / alpha - 3 / (2 * alpha**2) * (1 - e)
+
+    alpha, lam, end, left = 1.0, 1e-3, 4.0, 0.5
+    e = np.exp(-alpha * left)
+    ours = original_gains(alpha, lam, end, end - left)
+    our_below = (1 - e) / ours.balance
+    assert our_below == pytest.approx(0.045, abs=5e-4)
+    assert printed_below(alpha, lam, end, left) == pytest.approx(-0.074, abs=5e-4)
+    gap = our_below - printed_below(alpha, lam, end, left)
+    assert gap == pytest.approx(e * (1 - e) / (2 * alpha**2), rel=1e-10)
+    # Before that the denominator is 0, so its cost is whatever the steps make of the pole.
+    problem = Diffusion(curvature=ALPHA, horizon=HORIZON, penalty=lam, covariance=VARIANCE)
+
+    def printed_control(seen):
+        left = HORIZON - seen.time
+        lost = 1 - np.exp(-ALPHA * left)
+        share = lost / printed_below(ALPHA, lam, HORIZON, left)
+        return -share * (lost / ALPHA * seen.weights + seen.integral)
+
+    none = np.zeros((1, 1))
+    best = original_cost(START, ALPHA, lam, HORIZON, VARIANCE)
+    for steps in (200, 400):
+        ours = exact_cost(problem, simulate.knowing(problem, 0.0), START, [0.0], none, steps)
+        assert ours == pytest.approx(best, rel=0.1)
+        assert exact_cost(problem, printed_control, START, [0.0], none, steps) > 5 * best
+
+
+def test_E25_the_exact_gain_grows_until_just_before_the_end():
+    alpha, lam, end = 1.0, 0.01, 20.0
+    share = np.array([0.0, 0.25, 0.5, 0.75, 0.9])
+    toward, balance = original_gains(alpha, lam, end, share * end)
+    assert np.allclose(toward, [0.044, 0.057, 0.080, 0.131, 0.157], atol=6e-4)
+    fine = np.linspace(0.0, end, 2001)
+    toward, balance = original_gains(alpha, lam, end, fine)
+    assert fine[np.argmax(toward)] > 0.8 * end
+    assert np.all(np.diff(toward[: np.argmax(toward)]) > 0)
+    assert toward[-1] == 0.0
+    assert (balance[0] * fine[0], np.max(balance * fine)) == pytest.approx((0.0, 3.3), abs=0.05)
+    # "Most impactful in the early stages" would have it fall.
+    assert not np.any(toward[1:1600] < toward[0])
+
+
+# --- Practical control ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lam", "horizon", "ratios"),
+    [
+        # As λ → 0, the ratio is 1/(1 − 3/(2αT)) but for the exponential.
+        (1e-12, 0.5, [1.9636, 1.4040, 1.1764, 1.0526, 1.0152]),
+        (1e-12, 20.0, [1.9636, 1.4040, 1.1764, 1.0526, 1.0152]),
+        # The penalty is larger than the 3/(2αT) that is dropped, in the end.
+        (0.01, 20.0, [1.96, 1.40, 1.17, 1.036, 1.0025]),
+    ],
+)
+def test_practical_gain_needs_many_time_constants(lam, horizon, ratios):
+    alpha = np.array([2.0, 5.0, 10.0, 30.0, 100.0]) / horizon
+    exact = original_gains(alpha, lam, horizon, 0.0).toward
+    assert np.allclose(exact / practical_gain(alpha, lam, horizon), ratios, rtol=0, atol=4e-3)
+    assert (exact / practical_gain(alpha, lam, horizon))[-1] == pytest.approx(ratios[-1], abs=5e-5)
+    far = exact / original_gain_far(alpha, lam, horizon)
+    assert np.allclose(far[1:], [0.983, 0.9999, 1.0, 1.0], rtol=0, atol=5e-4)
+    assert far[0] < 0.52  # at αT = 2 what it keeps, 1/2, is too little
+
+
+@pytest.mark.parametrize("lam", [0.001, 0.3])
+def test_original_gain_far_drops_the_exponential_and_nothing_else(lam):
+    alpha, end = 0.7, 60.0
+    for time in (0.0, 20.0, 40.0):
+        left = end - time
+        exact = original_gains(alpha, lam, end, time).toward
+        e = np.exp(-alpha * left)
+        assert original_gain_far(alpha, lam, end, time) == pytest.approx(exact, rel=3 * e + 1e-13)
+    assert original_gain_far(alpha, lam, end) == original_gain_far(alpha, lam, end, 0.0)
+    shifted = 1 / original_gain_far(alpha, lam, end) + 3 / (2 * alpha)
+    assert 1 / shifted == pytest.approx(practical_gain(alpha, lam, end), rel=1e-12)
+    assert practical_gain(alpha, lam, end) == pytest.approx(1 / (end + lam * (alpha * end) ** 2), rel=1e-14)
+
+
+def test_practical_control_pulls_toward_the_mean_so_far():
+    problem = Diffusion(curvature=np.diag([0.5, 2.0]), horizon=8.0, penalty=0.1)
+    control = simulate.practical(problem, 1.5)
+    weights, integral = np.array([[1.0, 2.0], [0.0, -1.0]]), np.array([[6.0, 2.0], [4.0, 4.0]])
+    seen = Seen(time=2.0, start=weights, weights=weights, integral=integral, control=weights)
+    matrix = np.linalg.inv(np.eye(2) + 0.1 * problem.matrix @ problem.matrix * 8.0) / 8.0
+    assert np.allclose(control(seen), 1.5 * (integral / 2.0 - weights) @ matrix.T, rtol=1e-13)
+    now = Seen(time=0.0, start=weights, weights=weights, integral=0 * weights, control=0 * weights)
+    assert np.array_equal(control(now), np.zeros((2, 2)))
+    assert_refused(
+        lambda: simulate.practical(Diffusion(curvature=SKEWED[2], horizon=1.0)), "curvature", SKEWED[2]
+    )
+
+
+def test_the_mean_so_far_in_place_of_the_estimate_does_not_help_in_the_model_it_comes_from():
+    """The squared error of the returned mean, μ ~ N(0, 4), θ_0 = 3; posterior variance is the least."""
+    problem = Diffusion(curvature=1.0, horizon=20.0, penalty=0.01)
+    controllers = {
+        "none": simulate.uncontrolled,
+        "practical": simulate.practical(problem),
+        "optimal": simulate.estimating(problem, 0.0, 4.0),
+    }
+    errors = {
+        name: exact_cost(problem, control, 3.0, [0.0], [[2.0]], 400, "exact", penalty=0.0)
+        for name, control in controllers.items()
+    }
+    least = simulate.posterior_variance(problem, 4.0)
+    assert least == pytest.approx(1 / (1 / 4 + 20), rel=1e-12)
+    assert errors["none"] == pytest.approx(0.0785, abs=2e-3)
+    assert errors["practical"] == pytest.approx(0.0852, abs=2e-3)
+    assert errors["optimal"] == pytest.approx(0.0517, abs=2e-3)
+    assert least < errors["optimal"] < errors["none"] < errors["practical"]
+
+
+# --- The unknown optimum --------------------------------------------------------------------------------
+
+
+NOISE_2 = np.array([[0.5, 0.3], [0.3, 0.4]])
+PRIORS = {
+    "full": np.array([[1.0, 0.3], [0.3, 0.5]]),
+    "singular": np.outer([1.0, -2.0], [1.0, -2.0]),
+    "certain": np.zeros((2, 2)),
+}
+
+
+def conditioned_on_a_controlled_chain(a, noise, prior_mean, prior, steps, dt, seed):
+    """Draw an Euler chain under feedback, condition μ on all its weights as a joint Gaussian.
+
+    What was seen of it, the conditional mean and covariance.
+    """
+    d, rng = len(a), np.random.default_rng(seed)
+    start, feedback, push = rng.normal(size=d), rng.normal(size=(d, d)), rng.normal(size=d)
+    root = np.linalg.cholesky(noise * dt)
+    # All is affine in z = (μ, kicks): the last column is the constant.
+    size = d * (1 + steps) + 1
+    mu = np.eye(d, size)
+    theta = np.zeros((d, size))
+    theta[:, -1] = start
+    integral, controlled, observed = np.zeros((d, size)), np.zeros((d, size)), []
+    for k in range(steps):
+        u = -feedback @ theta + 0.3 * integral
+        u[:, -1] += push * np.cos(k)
+        kick = np.zeros((d, size))
+        kick[:, d * (1 + k) : d * (2 + k)] = root
+        theta, integral = theta + dt * (a @ (mu - theta) + u) + kick, integral + dt * theta
+        controlled = controlled + dt * u
+        observed.append(theta)
+    joint_mean = np.concatenate([prior_mean, np.zeros(d * steps), [1.0]])
+    joint = np.zeros((size, size))
+    joint[:d, :d] = prior
+    joint[d:-1, d:-1] = np.eye(d * steps)
+    values, vectors = np.linalg.eigh(prior)
+    drawn = joint_mean.copy()
+    drawn[:d] += vectors @ (np.sqrt(np.maximum(values, 0.0)) * rng.normal(size=d))
+    drawn[d:-1] = rng.normal(size=d * steps)
+    rows = np.vstack(observed)
+    across = mu @ joint @ rows.T @ np.linalg.inv(rows @ joint @ rows.T)
+    mean = prior_mean + across @ (rows @ (drawn - joint_mean))
+    seen = Seen(
+        time=steps * dt,
+        start=start,
+        weights=theta @ drawn,
+        integral=integral @ drawn,
+        control=controlled @ drawn,
+    )
+    return seen, mean, prior - across @ rows @ joint @ mu.T
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("steps", [1, 12])
+def test_E12_the_posterior_in_closed_form_is_the_conditioning_of_a_joint_gaussian(prior, steps):
+    """The paper says that there is none. On the chain the sums are the integrals: no error is left."""
+    mean = np.array([0.4, -1.0])
+    seen, expected, spread = conditioned_on_a_controlled_chain(
+        SKEWED[2], NOISE_2, mean, PRIORS[prior], steps, 0.25, seed=steps
+    )
+    ours = posterior(seen, SKEWED[2], NOISE_2, mean, PRIORS[prior])
+    assert np.allclose(ours.mean, expected, rtol=0, atol=1e-9)
+    assert np.allclose(ours.covariance, spread, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_posterior_covariance_follows_the_kalman_bucy_equation(prior):
+    a, start = SKEWED[2], PRIORS[prior]
+    information = a.T @ np.linalg.inv(NOISE_2) @ a
+    zero = np.zeros(2)
+    found = backward(lambda p: -p @ information @ p, start, 5.0, [5.0, 4.0, 0.0])
+    for time, expected in zip((0.0, 1.0, 5.0), found, strict=True):
+        seen = Seen(time=time, start=zero, weights=zero, integral=zero, control=zero)
+        assert np.allclose(
+            posterior(seen, a, NOISE_2, zero, start).covariance, expected, rtol=1e-9, atol=1e-12
+        )
+
+
+def test_posterior_at_the_start_is_the_prior():
+    zero = np.zeros((3, 2))
+    seen = Seen(time=0.0, start=zero + 5.0, weights=zero + 5.0, integral=zero, control=zero)
+    found = posterior(seen, SKEWED[2], NOISE_2, [1.0, 2.0], PRIORS["full"])
+    assert np.array_equal(found.mean, np.tile([1.0, 2.0], (3, 1)))
+    assert np.allclose(found.covariance, PRIORS["full"], rtol=1e-15)
+
+
+def test_posterior_of_a_singular_prior_stays_where_it_is_certain():
+    seen, _, _ = conditioned_on_a_controlled_chain(
+        SKEWED[2], NOISE_2, np.zeros(2), PRIORS["singular"], 20, 0.1, seed=1
+    )
+    found = posterior(seen, SKEWED[2], NOISE_2, [0.0, 0.0], PRIORS["singular"])
+    sure = np.array([2.0, 1.0])  # (1, −2) is the only direction of the prior
+    assert abs(sure @ found.mean) < 1e-12
+    assert np.max(np.abs(found.covariance @ sure)) < 1e-12
+    nearly = posterior(seen, SKEWED[2], NOISE_2, [0.0, 0.0], PRIORS["singular"] + 1e-9 * np.eye(2))
+    assert np.allclose(nearly.mean, found.mean, atol=1e-7)
+
+
+def test_posterior_of_many_paths_is_that_of_each():
+    rng = np.random.default_rng(2)
+    start, weights, integral, control = rng.normal(size=(4, 5, 2))
+    together = posterior(
+        Seen(time=1.5, start=start, weights=weights, integral=integral, control=control),
+        SKEWED[2], NOISE_2, [0.3, 0.1], PRIORS["full"],
+    )  # fmt: skip
+    for i in range(5):
+        one = Seen(time=1.5, start=start[i], weights=weights[i], integral=integral[i], control=control[i])
+        alone = posterior(one, SKEWED[2], NOISE_2, [0.3, 0.1], PRIORS["full"])
+        assert np.allclose(together.mean[i], alone.mean, rtol=1e-13)
+        assert np.allclose(together.covariance, alone.covariance, rtol=1e-13)
+
+
+def test_flat_prior_estimate_is_the_limit_of_wide_priors():
+    seen, _, _ = conditioned_on_a_controlled_chain(
+        SKEWED[2], NOISE_2, np.zeros(2), PRIORS["full"], 20, 0.1, seed=4
+    )
+    flat = flat_prior_estimate(seen, SKEWED[2])
+    gaps = [
+        np.max(np.abs(posterior(seen, SKEWED[2], NOISE_2, [3.0, -3.0], wide * np.eye(2)).mean - flat))
+        for wide in (1e2, 1e4, 1e6)
+    ]
+    assert gaps[2] < 1e-4
+    assert np.allclose(np.divide(gaps[:-1], gaps[1:]), 100, rtol=0.05)
+
+
+def test_flat_prior_estimate_is_generalised_least_squares_over_the_increments():
+    a, dt, steps, rng = SKEWED[2], 0.1, 30, np.random.default_rng(6)
+    theta, controls = [np.array([2.0, -1.0])], rng.normal(size=(steps, 2))
+    for u in controls:
+        kick = np.linalg.cholesky(NOISE_2 * dt) @ rng.normal(size=2)
+        theta.append(theta[-1] + dt * (a @ (np.array([0.5, 1.0]) - theta[-1]) + u) + kick)
+    theta = np.array(theta)
+    whiten = np.linalg.inv(np.linalg.cholesky(NOISE_2 * dt))
+    response = (np.diff(theta, axis=0) + dt * theta[:-1] @ a.T - dt * controls) @ whiten.T
+    design = np.tile(dt * whiten @ a, (steps, 1))
+    fitted = np.linalg.lstsq(design, response.reshape(-1), rcond=None)[0]
+    seen = Seen(
+        time=steps * dt, start=theta[0], weights=theta[-1], integral=dt * theta[:-1].sum(0),
+        control=dt * controls.sum(0),
+    )  # fmt: skip
+    assert np.allclose(flat_prior_estimate(seen, a), fitted, rtol=0, atol=1e-11)
+
+
+def test_flat_prior_estimate_of_a_number_is_the_mean_plus_what_is_still_to_go():
+    seen = Seen(time=4.0, start=[3.0], weights=[1.0], integral=[8.0], control=[-0.5])
+    expected = 8.0 / 4.0 + (1.0 - 3.0 + 0.5) / (0.8 * 4.0)
+    assert flat_prior_estimate(seen, 0.8) == pytest.approx([expected], rel=1e-14)
+
+
+def test_E11_the_estimate_sees_the_noise_off_its_diagonal_though_the_gains_do_not():
+    a, mean, prior = np.diag([1.0, 0.5]), np.zeros(2), np.eye(2)
+    correlated = np.array([[1.0, 0.8], [0.8, 1.0]])
+    one, other = original_problem(a, 0.1, 3.0), original_problem(a, 0.1, 3.0, correlated)
+    assert np.array_equal(one.gain(1.0), other.gain(1.0))
+    assert relaxed_problem(a, 0.1, 3.0).gain(1.0) == pytest.approx(
+        relaxed_problem(a, 0.1, 3.0, correlated).gain(1.0)
+    )
+    seen, expected, spread = conditioned_on_a_controlled_chain(a, correlated, mean, prior, 10, 0.1, seed=2)
+    right = posterior(seen, a, correlated, mean, prior)
+    rotated_away = posterior(seen, a, np.eye(2), mean, prior)
+    assert np.allclose(right.mean, expected, rtol=0, atol=1e-9)
+    assert np.max(np.abs(rotated_away.mean - expected)) > 0.05
+    assert np.max(np.abs(rotated_away.covariance - spread)) > 0.05
+    # The weights at time 1 from 0 and all else 0: Z = (1.5, 0.05).
+    zero = np.zeros(2)
+    seen = Seen(time=1.0, start=zero, weights=[1.5, 0.05], integral=zero, control=zero)
+    joint = np.block([[np.eye(2), a.T], [a, a @ a.T + correlated]])
+    conditional = joint[:2, 2:] @ np.linalg.solve(joint[2:, 2:], [1.5, 0.05])
+    assert np.allclose(posterior(seen, a, correlated, mean, prior).mean, conditional, rtol=1e-12)
+    assert np.allclose(conditional, [0.987, -0.296], atol=1e-3)
+    assert np.allclose(posterior(seen, a, np.eye(2), mean, prior).mean, [0.75, 0.02], rtol=1e-12)
+
+
+def best_affine_cost(a, noise, penalty, horizon, start, mean, root, steps, relaxed):
+    """The least J of all policies that are affine in the weights seen so far, on the Euler chain.
+
+    Affine in the weights is affine in what they would be without control, in which J is a convex quadratic:
+    one least-squares problem.
+    """
+    d, dt = len(a), horizon / steps
+    size = d * (1 + steps) + 1  # z = (prior, kicks), and the constant
+    mu, theta, kick_root = np.eye(d, size), np.zeros((d, size)), np.linalg.cholesky(noise * dt)
+    mu[:, :d], mu[:, -1], theta[:, -1] = root, mean, start
+    free = [theta]
+    for k in range(steps):
+        kick = np.zeros((d, size))
+        kick[:, d * (1 + k) : d * (2 + k)] = kick_root
+        free.append(free[-1] + dt * a @ (mu - free[-1]) + kick)
+    move = np.eye(d) - dt * a
+    # What u_k does to θ_j, j > k.
+    reach = {
+        (j, k): dt * np.linalg.matrix_power(move, j - 1 - k)
+        for k in range(steps)
+        for j in range(k + 1, steps)
+    }
+    gaps = [free[j] - mu for j in range(steps)]
+    zero = np.zeros((d, d))
+    if relaxed:
+        weight = np.sqrt(dt / horizon)
+        target = weight * np.vstack(gaps)
+        push = [weight * np.vstack([reach.get((j, k), zero) for j in range(steps)]) for k in range(steps)]
+    else:
+        target = dt / horizon * sum(gaps)
+        push = [
+            dt / horizon * sum((reach.get((j, k), zero) for j in range(steps)), zero) for k in range(steps)
+        ]
+    columns = []
+    for k in range(steps):
+        effort = np.zeros((steps * d, d))
+        effort[k * d : (k + 1) * d] = np.sqrt(penalty * dt) * np.eye(d)
+        does = np.vstack([push[k], effort])
+        # The weights at time 0 are the constant start.
+        known = [np.eye(1, size, size - 1)] + [free[j] for j in range(1, k + 1)]
+        for row in np.vstack(known):
+            columns.extend(np.outer(does[:, i], row).reshape(-1) for i in range(d))
+    wanted = -np.vstack([target, np.zeros((steps * d, size))]).reshape(-1)
+    design = np.array(columns).T
+    found = np.linalg.lstsq(design, wanted, rcond=None)[0]
+    return np.sum((design @ found - wanted) ** 2)
+
+
+def certainty_equivalent(a, noise, mean, prior, chain):
+    """Of the chain: its own gains from dynamic programming, and the estimate of the package."""
+
+    def control(seen, dt):
+        k = chain[round(seen.time / dt)]
+        balance = k[:, len(a) :] if k.shape[1] > len(a) else np.zeros_like(a)
+        guess = posterior(seen, a, noise, mean, prior).mean
+        return certainty_equivalent_control(seen, guess, Gains(toward=k[:, : len(a)], balance=balance))
+
+    return control
+
+
+UNKNOWN = {
+    "scalar": (np.array([[1.0]]), np.array([[0.5]]), [2.0], [0.3], np.array([[1.2]]), 8),
+    "longer": (np.array([[1.0]]), np.array([[0.5]]), [2.0], [0.3], np.array([[1.2]]), 16),
+    "matrix": (SKEWED[2], NOISE_2, [2.0, -1.0], [0.3, 0.5], np.linalg.cholesky(PRIORS["full"]), 5),
+    "singular": (SKEWED[2], NOISE_2, [2.0, -1.0], [0.3, 0.5], np.array([[1.0, 0.0], [-2.0, 0.0]]), 5),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_certainty_equivalence_is_the_best_of_all_affine_policies(case):
+    """thm:separation_principle for the returned mean, cor:optimal_control_unknown_mustar."""
+    a, noise, start, mean, root, steps = UNKNOWN[case]
+    lam, end = 0.05, 2.0
+    problem = Diffusion(curvature=a, horizon=end, penalty=lam, covariance=noise)
+    chain = chain_gains(steps, **returned_mean_problem(a, lam, end, np.eye(len(a))))
+    control = certainty_equivalent(a, noise, mean, root @ root.T, chain)
+    ours = exact_cost(problem, lambda seen: control(seen, end / steps), start, mean, root, steps)
+    best = best_affine_cost(a, noise, lam, end, start, mean, root, steps, relaxed=False)
+    assert ours == pytest.approx(best, rel=1e-10)
+    for factor in (0.8, 1.2):
+        worse = exact_cost(problem, lambda s, f=factor: f * control(s, end / steps), start, mean, root, steps)
+        assert worse > 1.001 * best
+
+
+def exact_relaxed_cost(problem, controller, start, mean, root, steps):
+    """E[(1/T) ∫ |θ − μ|² + λ ∫ |u|²] on the Euler chain."""
+    visited = []
+
+    def watched(seen):
+        visited.append(np.array(seen.weights))
+        return controller(seen)
+
+    paths, optimum = impulse_responses(problem, watched, start, mean, root, steps, "euler")
+    squares = sum(np.sum((weights - optimum) ** 2, axis=1) for weights in visited)
+    return mean_over_kicks(squares / steps + problem.penalty * paths.effort)
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_certainty_equivalence_is_the_best_of_all_affine_policies_also_for_the_relaxed_objective(case):
+    a, noise, start, mean, root, steps = UNKNOWN[case]
+    lam, end, one = 0.05, 2.0, np.eye(len(a))
+    problem = Diffusion(curvature=a, horizon=end, penalty=lam, covariance=noise)
+    given = {"drift": -a, "input": one, "running_cost": one / end, "final_cost": 0 * one}
+    chain = chain_gains(steps, **given, control_cost=lam * one, horizon=end)
+    control = certainty_equivalent(a, noise, mean, root @ root.T, chain)
+    best = best_affine_cost(a, noise, lam, end, start, mean, root, steps, relaxed=True)
+    for factor in (0.8, 1.0, 1.2):
+        cost = exact_relaxed_cost(
+            problem, lambda s, f=factor: f * control(s, end / steps), start, mean, root, steps
+        )
+        if factor == 1.0:
+            assert cost == pytest.approx(best, rel=1e-10)
+        else:
+            assert cost > 1.001 * best
+
+
+@pytest.mark.parametrize("relaxed", [False, True])
+def test_the_gains_of_continuous_time_approach_the_best_affine_policy(relaxed):
+    """The chain's own gains differ by O(dt), and around the best policy the cost is flat: O(dt²)."""
+    a, noise, start, mean, root, _ = UNKNOWN["scalar"]
+    problem = Diffusion(curvature=a, horizon=2.0, penalty=0.05, covariance=noise)
+
+    def relaxed_control(seen):
+        gain = relaxed_gain(1.0, 0.05, 2.0, seen.time).reshape(1, 1)
+        guess = posterior(seen, a, noise, mean, root @ root.T).mean
+        return certainty_equivalent_control(seen, guess, Gains(toward=gain, balance=0 * gain))
+
+    cost, control = (
+        (exact_relaxed_cost, relaxed_control)
+        if relaxed
+        else (exact_cost, simulate.estimating(problem, mean, root @ root.T))
+    )
+    gaps = []
+    for steps in (6, 12, 24):
+        best = best_affine_cost(a, noise, 0.05, 2.0, start, mean, root, steps, relaxed=relaxed)
+        gaps.append(cost(problem, control, start, mean, root, steps) / best - 1)
+    assert 0 < gaps[2] < 0.02
+    assert gaps[0] / gaps[1] > 2.5
+    assert gaps[1] / gaps[2] > 3
+
+
+def test_certainty_equivalent_control_is_the_printed_sum():
+    rng = np.random.default_rng(9)
+    weights, integral, guess = rng.normal(size=(3, 2, 2))
+    seen = Seen(time=1.3, start=weights, weights=weights, integral=integral, control=weights)
+    toward, balance = rng.normal(size=(2, 2, 2))
+    ours = certainty_equivalent_control(seen, guess, Gains(toward=toward, balance=balance))
+    for i in range(2):
+        expected = toward @ (guess[i] - weights[i]) + balance @ (1.3 * guess[i] - integral[i])
+        assert np.allclose(ours[i], expected, rtol=1e-13)
+
+
+def test_a_certain_prior_is_a_known_optimum():
+    problem = Diffusion(curvature=SKEWED[2], horizon=2.0, penalty=0.05, covariance=NOISE_2)
+    known = simulate.knowing(problem, [0.3, 0.5])
+    sure = simulate.estimating(problem, [0.3, 0.5], np.zeros((2, 2)))
+    for method in ("euler", "exact"):
+        one, other = (
+            simulate.simulate(problem, control, [2.0, -1.0], [0.3, 0.5], steps=20, paths=4, method=method)
+            for control in (known, sure)
+        )
+        assert np.allclose(one.mean, other.mean, rtol=1e-12)
+        assert np.allclose(one.effort, other.effort, rtol=1e-12)
+
+
+def test_the_estimate_of_bema_is_the_wide_prior():
+    problem = Diffusion(curvature=SKEWED[2], horizon=2.0, penalty=0.05, covariance=NOISE_2)
+    bema, wide = (
+        simulate.bema_estimating(problem),
+        simulate.estimating(problem, [0.0, 0.0], 1e9 * np.eye(2)),
+    )
+    rng = np.random.default_rng(1)
+    start, weights, integral, control = rng.normal(size=(4, 3, 2))
+    seen = Seen(time=0.7, start=start, weights=weights, integral=integral, control=control)
+    assert np.allclose(bema(seen), wide(seen), rtol=1e-6)
+    begin = Seen(time=0.0, start=start, weights=start, integral=0 * start, control=0 * start)
+    assert np.array_equal(bema(begin), np.zeros((3, 2)))
+
+
+def test_monte_carlo_with_a_prior_costs_what_the_moments_say_and_no_mean_beats_the_posterior():
+    a, noise, start, mean, root, _ = UNKNOWN["matrix"]
+    problem = Diffusion(curvature=a, horizon=4.0, penalty=0.02, covariance=noise)
+    control = simulate.estimating(problem, mean, root @ root.T)
+    drawn = np.asarray(mean) + np.random.default_rng(11).standard_normal((8000, 2)) @ root.T
+    last = []
+
+    def watched(seen):
+        last[:] = [seen]
+        return control(seen)
+
+    paths = simulate.simulate(problem, watched, start, drawn, steps=100, paths=8000, seed=12)
+    cost, error = paths.cost(drawn, 0.02)
+    assert abs(cost - exact_cost(problem, control, start, mean, root, 100, "exact")) < 3 * error
+    least = simulate.posterior_variance(problem, root @ root.T)
+    assert cost > least
+    # The estimate's own error is what its covariance says, at the last time that the control saw.
+    found = posterior(last[0], a, noise, mean, root @ root.T)
+    squares = np.sum((found.mean - drawn) ** 2, axis=1)
+    assert abs(np.mean(squares) - np.trace(found.covariance)) < 3 * np.std(squares) / np.sqrt(8000)
+    assert np.trace(found.covariance) == pytest.approx(least, rel=0.02)
+
+
+# --- The simulation -------------------------------------------------------------------------------------
+
+
+def law_of_weights_and_integral(a, noise, length):
+    """Mean map and covariance of (θ − μ, ∫ θ − μ), integrated."""
+    d = len(a)
+    flow = np.block([[-a, np.zeros((d, d))], [np.eye(d), np.zeros((d, d))]])
+    source = np.zeros((2 * d, 2 * d))
+    source[:d, :d] = noise
+    spread = backward(lambda s: flow @ s + s @ flow.T + source, np.zeros((2 * d, 2 * d)), length, [0.0])[0]
+    return backward(lambda p: flow @ p, np.eye(2 * d), length, [0.0])[0][:, :d], spread
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 7])
+def test_exact_steps_have_the_law_of_the_diffusion_whatever_their_number(d, steps):
+    a, length = SKEWED[d], 1.7
+    half = np.random.default_rng(d).normal(size=(d, d))
+    noise = half @ half.T + 0.1 * np.eye(d)
+    problem = Diffusion(curvature=a, horizon=length, covariance=noise)
+    start, mu = np.linspace(1.0, 2.0, d), np.linspace(-1.0, 0.5, d)
+    paths, _ = impulse_responses(problem, simulate.uncontrolled, start, mu, np.zeros((d, d)), steps, "exact")
+    reached = np.hstack([paths.last - mu, (paths.mean - mu) * length])
+    carried, spread = law_of_weights_and_integral(a, noise, length)
+    assert np.allclose(reached[0], carried @ (start - mu), rtol=0, atol=1e-9)
+    kicks = reached[1 : 1 + (len(reached) - 1) // 2] - reached[0]
+    assert np.allclose(kicks.T @ kicks, spread, rtol=0, atol=1e-9)
+
+
+def test_exact_steps_hold_the_control_and_have_no_other_error():
+    """Noise of 1e-30 leaves the differential equation, which is integrated here from step to step."""
+    a, mu, start = SKEWED[2], np.array([0.3, -0.6]), np.array([2.0, 1.0])
+    problem = Diffusion(curvature=a, horizon=2.0, covariance=1e-30 * np.eye(2))
+    pull = np.array([[0.5, 0.2], [-0.1, 0.9]])
+    paths = simulate.simulate(
+        problem, lambda seen: (seen.time - seen.weights) @ pull.T, start, mu, steps=4, paths=2
+    )
+    theta, integral, effort = start, np.zeros(2), 0.0
+    for k in range(4):
+        u = pull @ (0.5 * k - theta)
+        state = backward(
+            lambda s, u=u: np.concatenate([a @ (mu - s[:2]) + u, s[:2]]),
+            np.append(theta, integral),
+            0.5,
+            [0.0],
+        )[0]
+        theta, integral, effort = state[:2], state[2:], effort + 0.5 * u @ u
+    assert np.allclose(paths.last, theta, rtol=1e-10)
+    assert np.allclose(paths.mean, integral / 2.0, rtol=1e-10)
+    assert np.allclose(paths.effort, effort, rtol=1e-10)
+
+
+def test_the_controller_sees_the_time_the_start_and_what_was_done():
+    problem = Diffusion(curvature=0.7, horizon=2.0)
+    times, spent = [], np.zeros((3, 1))
+
+    def control(seen):
+        times.append(seen.time)
+        assert np.array_equal(seen.start, np.full((3, 1), 1.5))
+        assert np.allclose(seen.control, spent)
+        u = 0.1 * np.asarray(seen.weights) + seen.time
+        spent[:] += 0.25 * u
+        return u
+
+    simulate.simulate(problem, control, 1.5, 0.0, steps=8, paths=3)
+    assert np.allclose(times, 0.25 * np.arange(8))
+
+
+@pytest.mark.parametrize("controlled", [False, True])
+def test_euler_with_many_steps_approaches_the_exact_steps(controlled):
+    problem = Diffusion(curvature=SKEWED[2], horizon=2.0, covariance=NOISE_2, penalty=0.05)
+    control = simulate.knowing(problem, [0.3, 0.5]) if controlled else simulate.uncontrolled
+    none = np.zeros((2, 2))
+    exact = exact_cost(problem, control, [2.0, -1.0], [0.3, 0.5], none, 240, "exact")
+    errors = [
+        abs(exact_cost(problem, control, [2.0, -1.0], [0.3, 0.5], none, n) - exact) for n in (30, 60, 120)
+    ]
+    assert errors[2] < 0.05 * exact
+    assert errors[0] > 1.6 * errors[1] > 1.6**2 * errors[2]
+
+
+@pytest.mark.parametrize("method", ["euler", "exact"])
+def test_sampled_noise_has_the_moments_of_the_impulses(method):
+    problem = Diffusion(curvature=SKEWED[2], horizon=2.0, covariance=NOISE_2)
+    paths = simulate.simulate(
+        problem, simulate.uncontrolled, [2.0, -1.0], [0.3, 0.5], steps=20, paths=20000, seed=8, method=method
+    )
+    kicked, _ = impulse_responses(
+        problem, simulate.uncontrolled, [2.0, -1.0], [0.3, 0.5], np.zeros((2, 2)), 20, method
+    )
+    both, expected = np.hstack([paths.last, paths.mean]), np.hstack([kicked.last, kicked.mean])
+    spread = (expected[1:] - expected[0]).T @ (expected[1:] - expected[0]) / 2
+    size = np.sqrt(np.diag(spread))
+    assert np.all(np.abs(both.mean(0) - expected[0]) < 3 * size / np.sqrt(20000))
+    assert np.all(np.abs(np.cov(both.T) - spread) < 3 * np.outer(size, size) * np.sqrt(2 / 20000))
+
+
+def test_a_seed_repeats_and_another_does_not():
+    problem = Diffusion(curvature=1.0, horizon=2.0)
+    one, same, other = (
+        simulate.simulate(problem, simulate.uncontrolled, 1.0, 0.0, steps=5, paths=4, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert np.array_equal(one.last, same.last)
+    assert not np.any(one.last == other.last)
+    assert len(np.unique(one.last)) == 4
+
+
+# --- Accuracy -------------------------------------------------------------------------------------------
+
+
+SCALES = [1e-12, 1e-9, 1e-6, 1e-3, 2e-3, 0.01, 0.1, 0.49999, 0.5, 0.50001, 1.0, 7.0, 40.0, 800.0, 1e4, 1e6]
+BELOW_ZERO = [-x for x in SCALES if x < 800] + [-300.0, -360.0, -700.0, -750.0, -1000.0]
+GRID = list(
+    itertools.product([*SCALES, *BELOW_ZERO, 0.0], [1e-8, 0.02, 1e3], [1e-3, 1.0, 1e4], [0.0, 0.3, 0.999])
+)
+
+
+def mp_parts(alpha, left):
+    """h and g as the paper's integrals, for α ≠ 0 with the corrected factor of E8."""
+    alpha, left = mpmath.mpf(float(alpha)), mpmath.mpf(float(left))
+    if alpha == 0:
+        return left, left**3 / 3
+    lost = -mpmath.expm1(-alpha * left)
+    lost_twice = -mpmath.expm1(-2 * alpha * left)
+    return lost / alpha, (left - 2 * lost / alpha + lost_twice / (2 * alpha)) / alpha**2
+
+
+def on_grid(reference):
+    """Arguments of every row of the grid, and the reference in 60 digits and more."""
+    rows = [(scale / end, lam, end, share * end) for scale, lam, end, share in GRID]
+    with mpmath.workdps(100):
+        expected = [reference(*row) for row in rows]
+    return [np.array(column) for column in zip(*rows, strict=True)], expected
+
+
+def mp_riccati(alpha, lam, end, time):
+    h, g = mp_parts(alpha, end - time)
+    lam, end = mpmath.mpf(lam), mpmath.mpf(end)
+    below = end**2 + g / lam
+    return h**2 / below, h / below, 1 / below
+
+
+def test_the_reference_in_many_digits_is_the_integral_of_the_definition():
+    with mpmath.workdps(40):
+        for alpha in (-3, 0.2, 5):
+            h, g = mp_parts(alpha, 2.5)
+            inner = lambda s, alpha=alpha: (1 - mpmath.exp(-alpha * s)) / alpha  # noqa: E731
+            assert abs(h / mpmath.quad(lambda s, a=alpha: mpmath.exp(-a * s), [0, 2.5]) - 1) < 1e-14
+            assert abs(g / mpmath.quad(lambda s, inner=inner: inner(s) ** 2, [0, 2.5]) - 1) < 1e-14
+
+
+def test_original_riccati_and_gains_have_twelve_digits_for_every_curvature():
+    (alpha, lam, end, time), expected = on_grid(mp_riccati)
+    ours, pull = original_riccati(alpha, lam, end, time), original_gains(alpha, lam, end, time)
+    for i, block in enumerate(ours):
+        assert np.all(np.isfinite(block))
+        assert digits(block, [row[i] for row in expected]) < 1e-12
+    for i, gain in enumerate(pull):
+        assert np.all(np.isfinite(gain))
+        with mpmath.workdps(60):
+            wanted = [row[i] / mpmath.mpf(penalty) for row, penalty in zip(expected, lam, strict=True)]
+        assert digits(gain, wanted) < 1e-12
+
+
+def test_the_printed_theorem_in_many_digits_is_our_gain():
+    """thm:optimal_control_solution, as it is printed, where α > 0."""
+
+    def printed(alpha, lam, end, time):
+        alpha, lam, left, end = (mpmath.mpf(float(x)) for x in (alpha, lam, end - time, end))
+        e = mpmath.exp(-alpha * left)
+        below = alpha**2 * lam * end**2 + left - 2 / alpha * (1 - e) + (1 - e**2) / (2 * alpha)
+        return (1 - e) ** 2 / below, alpha * (1 - e) / below
+
+    rows = [(s / end, lam, end, share * end) for s, lam, end, share in GRID if s > 0]
+    with mpmath.workdps(100):
+        expected = [printed(*row) for row in rows]
+    ours = original_gains(*(np.array(column) for column in zip(*rows, strict=True)))
+    assert digits(ours.toward, [row[0] for row in expected]) < 1e-12
+    assert digits(ours.balance, [row[1] for row in expected]) < 1e-12
+
+
+def test_relaxed_gain_has_twelve_digits_for_every_curvature():
+    (alpha, lam, end, time), expected = on_grid(printed_relaxed_gain)
+    assert digits(relaxed_gain(alpha, lam, end, time), expected) < 1e-12
+
+
+def test_relaxed_gain_far_has_twelve_digits_for_every_curvature():
+    def reference(alpha, lam, end, _):
+        alpha, share = mpmath.mpf(float(alpha)), 1 / (mpmath.mpf(lam) * mpmath.mpf(end))
+        return mpmath.sqrt(alpha**2 + share) - alpha
+
+    (alpha, lam, end, _), expected = on_grid(reference)
+    assert digits(relaxed_gain_far(alpha, lam, end), expected) < 1e-12
+
+
+def mp_cost(start, alpha, lam, end, variance):
+    h, g = mp_parts(alpha, end)
+    lam, end = mpmath.mpf(lam), mpmath.mpf(end)
+    noise = lam * mpmath.log1p(g / (lam * end**2))
+    return mpmath.mpf(start) ** 2 * h**2 / (end**2 + g / lam) + mpmath.mpf(variance) * noise
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("start", [0.0, 1.3])
+def test_original_cost_has_nine_digits_for_every_curvature(sign, start):
+    rows = [(s / end, lam, end) for s, lam, end, share in GRID if share == 0 and np.sign(s) in (0, sign)]
+    with mpmath.workdps(100):
+        expected = [mp_cost(start, *row, 0.49) for row in rows]
+    ours = original_cost(start, *(np.array(column) for column in zip(*rows, strict=True)), 0.49)
+    assert np.all(np.isfinite(ours))
+    assert digits(ours, expected) < 1e-9
+
+
+@pytest.mark.parametrize("alpha", [-2.0, 0.3, 6.0])
+def test_original_cost_is_the_integral_of_the_theorem_in_many_digits(alpha):
+    """x_0² M_0 + σ² ∫ M dt, by quadrature."""
+    with mpmath.workdps(40):
+        spread = mpmath.quad(lambda t: mp_riccati(alpha, 0.01, 3.0, t)[0], [0, 1.5, 2.5, 2.9, 3])
+        expected = mpmath.mpf(1.3) ** 2 * mp_riccati(alpha, 0.01, 3.0, 0.0)[0] + mpmath.mpf(0.49) * spread
+        assert digits(original_cost(1.3, alpha, 0.01, 3.0, 0.49), [expected]) < 1e-12
+
+
+@pytest.mark.parametrize("scale", [*SCALES, -0.3, -300.0, -1000.0, 0.0])
+def test_a_matrix_of_one_number_has_nine_digits(scale):
+    for lam, end in itertools.product([1e-6, 1.0], [1e-2, 50.0]):
+        ours = original_riccati_matrix([[scale / end]], lam, end, 0.2 * end)
+        with mpmath.workdps(100):
+            assert digits(np.array(ours), mp_riccati(scale / end, lam, end, 0.2 * end)) < 1e-9
+
+
+SHEARS = {  # eigenvalues over the first, and the vectors: neither symmetric nor normal
+    "triangular": ([1, 2], [[1, 1], [0, 1]]),
+    "steep": ([1, 0.01], [[1, 3], [2, -1]]),
+    "full": ([1, 0.5, 3], [[1, 0, 2], [1, 1, 0], [0, -1, 1]]),
+}
+
+
+def mp_sheared_riccati(scale, rates, vectors, lam, end, time):
+    """M, N, S of V diag(rates · scale) V⁻¹: in the coordinates of V all integrals are of exponentials."""
+    left, d = mpmath.mpf(float(end - time)), len(rates)
+    v = mpmath.matrix(vectors)
+    inverse = v**-1
+    alphas = [mpmath.mpf(scale) * mpmath.mpf(rate) for rate in rates]
+    h = v * mpmath.diag([-mpmath.expm1(-x * left) / x for x in alphas]) * inverse
+    mixed, core = inverse * inverse.T, mpmath.matrix(d, d)
+    for i, j in np.ndindex(d, d):
+        a, b = alphas[i], alphas[j]
+        ends = [-mpmath.expm1(-x * left) / x for x in (a, b, a + b)]
+        core[i, j] = mixed[i, j] * (left - ends[0] - ends[1] + ends[2]) / (a * b)
+    below = mpmath.mpf(end) ** 2 * mpmath.eye(d) + v * core * v.T / mpmath.mpf(lam)
+    s = below**-1
+    return h.T * s * h, h.T * s, s
+
+
+@pytest.mark.parametrize("name", SHEARS)
+@pytest.mark.parametrize("scale", [x for x in SCALES if x not in (0.49999, 0.50001)] + [-0.3, -2.0])
+def test_a_matrix_that_is_not_symmetric_has_nine_digits(name, scale):
+    rates, vectors = SHEARS[name]
+    v = np.array(vectors, float)
+    for lam, end in ((1e-4, 2.0), (1.0, 30.0)):
+        a = v @ np.diag(np.array(rates) * scale / end) @ np.linalg.inv(v)
+        assert not np.array_equal(a, a.T)
+        ours = original_riccati_matrix(a, lam, end, 0.25 * end)
+        with mpmath.workdps(100):
+            expected = mp_sheared_riccati(scale / end, rates, vectors, lam, end, 0.25 * end)
+        for block, true in zip(ours, expected, strict=True):
+            assert relative(block, np.array(true.tolist(), float)) < 1e-9
+
+
+@pytest.mark.parametrize("scale", [3.0, 8.0, 12.0, 20.0, 30.0, 100.0, 1000.0])
+def test_a_matrix_that_both_grows_and_decays_has_nine_digits(scale):
+    """Between the largest and the smallest eigenvalue of T² I + G/λ there are up to 800 digits."""
+    rates, vectors = [-1, 0.9], [[1, 3], [2, -1]]
+    a = vectors @ np.diag(scale * np.array(rates)) @ np.linalg.inv(vectors)
+    for lam in (0.1, 10.0):
+        ours = original_riccati_matrix(a, lam, 1.0, 0.0)
+        with mpmath.workdps(1000):
+            expected = mp_sheared_riccati(scale, rates, vectors, lam, 1.0, 0.0)
+        for block, true in zip(ours, expected, strict=True):
+            assert relative(block, np.array(true.tolist(), float)) < 1e-9
+
+
+def test_scalar_riccati_has_nine_digits_also_where_the_printed_form_cancels():
+    def printed(a, q, r, qf, left):
+        a, q, r, qf, left = (mpmath.mpf(float(x)) for x in (a, q, r, qf, left))
+        omega = mpmath.sqrt(a**2 + q / r)
+        if omega == 0:
+            return qf / (1 + qf * left / r)
+        upper, lower = r * (a + omega), r * (a - omega)
+        if qf == lower:  # a fixed point, by which the printed form divides
+            return qf
+        kappa = (qf - upper) / (qf - lower) * mpmath.exp(-2 * omega * left)
+        return (upper - kappa * lower) / (1 - kappa)
+
+    drifts = [0.0, *SCALES, *(-x for x in SCALES)]
+    rows = [
+        row
+        for row in itertools.product(
+            drifts, [0.0, 1e-20, 1e-3, 1.0], [1e-3, 1.0], [0.0, 1e-9, 2.0], [1.0, 1e-3]
+        )
+        # Nothing costs anything: a test of its own.
+        if row[1] or row[3]
+    ]
+    with mpmath.workdps(140):
+        expected = [printed(*row) for row in rows]
+    a, q, r, qf, left = (np.array(column) for column in zip(*rows, strict=True))
+    ours = scalar_riccati(a, q, r, qf, left, 0.0)
+    assert np.all(np.isfinite(ours))
+    assert digits(ours, expected) < 1e-9
+
+
+def test_a_large_drift_outgrows_a_tiny_running_cost():
+    """p goes to 2ar, however small q is, if there is time enough; ω − a has no digit left of q then."""
+    assert scalar_riccati(1e3, 1e-30, 0.5, 0.0, 1.0, 0.0) == pytest.approx(1e3, rel=1e-12)
+    assert scalar_riccati(1e3, 1e-30, 0.5, 0.0, 1.0, 1.0 - 1e-3) == pytest.approx(
+        1e-30 * np.expm1(2.0) / 2e3, rel=1e-9
+    )
+
+
+# --- Refusals -------------------------------------------------------------------------------------------
+
+
+def assert_refused(call, name, value):
+    """By a ValueError with the argument, its value and what is allowed."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert message.startswith(f"Invalid {name}: {value!r}; allowed: "), message
+    assert message.split("; allowed: ")[1].strip()
+
+
+NAN, INF = float("nan"), float("inf")
+FOUR = {"curvature": 1.0, "penalty": 0.1, "horizon": 2.0, "time": 0.5}
+SCALAR_FUNCTIONS = {
+    "original_gains": (original_gains, FOUR),
+    "original_riccati": (original_riccati, FOUR),
+    "relaxed_gain": (relaxed_gain, FOUR),
+    "relaxed_gain_far": (relaxed_gain_far, {k: FOUR[k] for k in ("curvature", "penalty", "horizon")}),
+    "original_gain_far": (original_gain_far, {**FOUR, "curvature": 9.0}),
+    "practical_gain": (practical_gain, {k: FOUR[k] for k in ("curvature", "penalty", "horizon")}),
+    "original_riccati_matrix": (original_riccati_matrix, FOUR),
+    "original_gains_matrix": (original_gains_matrix, FOUR),
+    "original_problem": (original_problem, {k: FOUR[k] for k in ("curvature", "penalty", "horizon")}),
+    "relaxed_problem": (relaxed_problem, {k: FOUR[k] for k in ("curvature", "penalty", "horizon")}),
+    "original_cost": (
+        original_cost,
+        {"start": 1.0, "curvature": 1.0, "penalty": 0.1, "horizon": 2.0, "variance": 0.5},
+    ),
+    "scalar_riccati": (
+        scalar_riccati,
+        {
+            "drift": 1.0,
+            "running_cost": 0.1,
+            "control_cost": 0.5,
+            "final_cost": 1.0,
+            "horizon": 2.0,
+            "time": 0.5,
+        },
+    ),
+    "with_running_cost": (
+        with_running_cost,
+        {"drift": [[1.0]], "state": 1.0, "control": 1.0, "horizon": 2.0},
+    ),
+    "with_final_cost": (with_final_cost, {"drift": [[1.0]], "state": 1.0, "control": 1.0, "horizon": 2.0}),
+}
+BAD = {
+    "curvature": [NAN, INF],
+    "drift": [NAN, -INF],
+    "start": [NAN, INF],
+    "penalty": [0.0, -0.1, NAN, INF],
+    "horizon": [0.0, -2.0, NAN, INF],
+    "time": [-1e-9, 2.001, NAN],
+    "variance": [0.0, -1.0, NAN],
+    "running_cost": [-1e-9, NAN],
+    "final_cost": [-1e-9, NAN],
+    "control_cost": [0.0, -1.0, NAN],
+    "state": [0.0, -1.0, NAN],
+    "control": [0.0, -1.0, NAN],
+}
+REFUSALS = [
+    pytest.param(function, argument, value, id=f"{function}-{argument}-{value}")
+    for function, (_, given) in SCALAR_FUNCTIONS.items()
+    for argument in given
+    for value in BAD[argument]
+]
+
+
+@pytest.mark.parametrize(("function", "argument", "value"), REFUSALS)
+def test_a_bad_number_is_refused_by_name(function, argument, value):
+    call, given = SCALAR_FUNCTIONS[function]
+    call(**given)
+    assert_refused(lambda: call(**{**given, argument: value}), argument, value)
+
+
+def test_one_bad_number_in_an_array_is_refused():
+    assert_refused(lambda: original_gains(1.0, [0.1, -0.1], 2.0, 0.0), "penalty", [0.1, -0.1])
+    assert_refused(lambda: original_gains(1.0, 0.1, [1.0, 2.0], [0.5, 2.5]), "time", [0.5, 2.5])
+    with pytest.raises(ValueError, match=r"0 <= time <= horizon = 2"):
+        original_gains(1.0, 0.1, 2.0, 2.5)
+
+
+WIDE, HOLED, LOPSIDED, DOWNWARD = (
+    np.ones((2, 3)),
+    np.diag([1.0, NAN]),
+    np.array([[1.0, 0.5], [0.0, 1.0]]),
+    -np.eye(2),
+)
+PLAIN = {"drift": np.eye(2), "horizon": 1.0, "control_cost": np.eye(2)}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [original_riccati_matrix, original_gains_matrix],
+)
+@pytest.mark.parametrize("matrix", [WIDE, HOLED, np.ones((2, 2, 2))])
+def test_a_curvature_that_is_not_a_square_of_numbers_is_refused(call, matrix):
+    assert_refused(lambda: call(matrix, 0.1, 1.0, 0.0), "curvature", matrix)
+    for problem in (original_problem, relaxed_problem):
+        assert_refused(lambda problem=problem: problem(matrix, 0.1, 1.0), "curvature", matrix)
+    assert_refused(lambda: with_running_cost(matrix, 1.0, 1.0, 1.0), "drift", matrix)
+    assert_refused(lambda: with_final_cost(matrix, 1.0, 1.0, 1.0), "drift", matrix)
+    assert_refused(lambda: Diffusion(curvature=matrix, horizon=1.0), "curvature", matrix)
+
+
+@pytest.mark.parametrize("name", ["drift", "control_cost", "running_cost", "final_cost"])
+@pytest.mark.parametrize("matrix", [WIDE, HOLED])
+def test_a_matrix_of_the_problem_that_is_not_a_square_of_numbers_is_refused(name, matrix):
+    assert_refused(lambda: LQG(**{**PLAIN, name: matrix}), name, matrix)
+
+
+@pytest.mark.parametrize("name", ["control_cost", "running_cost", "final_cost"])
+@pytest.mark.parametrize("matrix", [LOPSIDED, DOWNWARD])
+def test_a_cost_that_is_not_symmetric_or_negative_is_refused(name, matrix):
+    assert_refused(lambda: LQG(**{**PLAIN, name: matrix}), name, matrix)
+
+
+@pytest.mark.parametrize("name", ["running_cost", "final_cost", "noise", "input"])
+def test_a_matrix_of_another_size_is_refused(name):
+    assert_refused(lambda: LQG(**{**PLAIN, name: np.eye(3)}), name, (3, 3))
+
+
+@pytest.mark.parametrize("name", ["noise", "input"])
+def test_noise_and_input_that_are_not_numbers_are_refused(name):
+    assert_refused(lambda: LQG(**{**PLAIN, name: HOLED}), name, HOLED)
+
+
+@pytest.mark.parametrize("time", [-0.1, 1.1, NAN])
+def test_a_time_outside_of_the_problem_is_refused(time):
+    problem = LQG(**PLAIN)
+    assert_refused(lambda: problem.riccati(time), "time", time)
+    assert_refused(lambda: problem.gain(time), "time", time)
+    assert_refused(lambda: problem.riccati_by_ode([0.5, time]), "time", [0.5, time])
+
+
+@pytest.mark.parametrize("start", [[1.0], [1.0, 2.0, 3.0], [NAN, 1.0]])
+def test_a_start_that_is_not_a_state_is_refused(start):
+    assert_refused(lambda: LQG(**PLAIN).cost(start), "start", start)
+
+
+def test_riccati_by_ode_takes_a_time_twice():
+    problem = LQG(**{**PLAIN, "final_cost": np.eye(2)})
+    twice = problem.riccati_by_ode([0.5, 0.2, 0.5])
+    assert np.array_equal(twice[0], twice[2])
+    assert np.allclose(twice[1], problem.riccati(0.2), rtol=1e-9)
+
+
+@pytest.mark.parametrize("matrix", [DOWNWARD, np.zeros((2, 2)), LOPSIDED, HOLED, WIDE])
+def test_a_covariance_that_is_none_is_refused(matrix):
+    seen = Seen(time=1.0, start=np.zeros(2), weights=np.zeros(2), integral=np.zeros(2), control=np.zeros(2))
+    assert_refused(
+        lambda: Diffusion(curvature=np.eye(2), horizon=1.0, covariance=matrix), "covariance", matrix
+    )
+    assert_refused(lambda: posterior(seen, np.eye(2), matrix, np.zeros(2), np.eye(2)), "covariance", matrix)
+
+
+@pytest.mark.parametrize("problem", [original_problem, relaxed_problem])
+@pytest.mark.parametrize("matrix", [DOWNWARD, np.zeros((2, 2)), LOPSIDED, HOLED, WIDE])
+def test_a_covariance_of_a_problem_that_is_none_is_refused(problem, matrix):
+    assert_refused(lambda: problem(np.eye(2), 0.1, 1.0, matrix), "covariance", matrix)
+
+
+@pytest.mark.parametrize("problem", [original_problem, relaxed_problem])
+def test_a_covariance_of_another_size_is_refused(problem):
+    with pytest.raises(ValueError, match=r"(?s)^Invalid covariance: .*; allowed: "):
+        problem(np.eye(2), 0.1, 1.0, np.eye(3))
+    with pytest.raises(ValueError, match=r"(?s)^Invalid covariance: .*; allowed: "):
+        Diffusion(curvature=np.eye(2), horizon=1.0, covariance=np.eye(3))
+
+
+@pytest.mark.parametrize("matrix", [DOWNWARD, LOPSIDED, HOLED, WIDE])
+def test_a_prior_covariance_that_is_none_is_refused(matrix):
+    zero = np.zeros(2)
+    seen = Seen(time=1.0, start=zero, weights=zero, integral=zero, control=zero)
+    assert_refused(lambda: posterior(seen, np.eye(2), np.eye(2), zero, matrix), "prior_covariance", matrix)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("covariance", np.eye(3)),
+        ("prior_covariance", np.eye(3)),
+        ("prior_mean", np.zeros(3)),
+        ("prior_mean", np.array([0.0, NAN])),
+    ],
+)
+def test_a_prior_or_noise_that_does_not_fit_the_curvature_is_refused(name, value):
+    zero = np.zeros(2)
+    seen = Seen(time=1.0, start=zero, weights=zero, integral=zero, control=zero)
+    given = {"covariance": np.eye(2), "prior_mean": zero, "prior_covariance": np.eye(2), name: value}
+    with pytest.raises(ValueError, match=f"^Invalid {name}: "):
+        posterior(seen, np.eye(2), **given)
+
+
+@pytest.mark.parametrize("time", [-1.0, NAN, INF])
+def test_a_time_that_cannot_have_been_seen_is_refused(time):
+    zero = np.zeros(2)
+    seen = Seen(time=time, start=zero, weights=zero, integral=zero, control=zero)
+    assert_refused(lambda: posterior(seen, np.eye(2), np.eye(2), zero, np.eye(2)), "time", time)
+    assert_refused(lambda: flat_prior_estimate(seen, np.eye(2)), "time", time)
+
+
+def test_an_estimate_without_prior_needs_time_and_an_invertible_curvature():
+    zero = np.zeros(2)
+    at_once = Seen(time=0.0, start=zero, weights=zero, integral=zero, control=zero)
+    later = Seen(time=1.0, start=zero, weights=zero, integral=zero, control=zero)
+    assert_refused(lambda: flat_prior_estimate(at_once, np.eye(2)), "time", 0.0)
+    for singular in (np.ones((2, 2)), np.zeros((2, 2)), np.diag([1.0, 0.0])):
+        assert_refused(lambda matrix=singular: flat_prior_estimate(later, matrix), "curvature", singular)
+    assert_refused(lambda: flat_prior_estimate(later, HOLED), "curvature", HOLED)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("horizon", 0.0), ("horizon", NAN), ("penalty", 0.0), ("penalty", -1.0), ("curvature", NAN)],
+)
+def test_a_diffusion_that_is_none_is_refused(name, value):
+    given = {"curvature": 1.0, "horizon": 1.0, "penalty": 0.1}
+    Diffusion(**given)
+    assert_refused(lambda: Diffusion(**{**given, name: value}), name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("steps", 0), ("steps", 1.5), ("paths", 1), ("paths", 2.0), ("method", "heun")],
+)
+def test_a_simulation_that_is_none_is_refused(name, value):
+    given = {"steps": 2, "paths": 2, "method": "exact", name: value}
+    problem = Diffusion(curvature=1.0, horizon=1.0)
+    assert_refused(lambda: simulate.simulate(problem, simulate.uncontrolled, 0.0, 0.0, **given), name, value)
+
+
+def test_the_far_approximation_refuses_to_be_near():
+    assert_refused(lambda: original_gain_far(1.0, 0.1, 1.5), "curvature", 1.0)
+    assert_refused(lambda: original_gain_far(1.0, 0.1, 9.0, 8.0), "curvature", 1.0)
+    assert_refused(lambda: original_gain_far(-1.0, 0.1, 9.0), "curvature", -1.0)
+    assert original_gain_far(1.0, 0.1, 1.6) > 0
+
+
+@pytest.mark.parametrize("time", [0.0, 4e5])
+def test_a_long_way_takes_no_longer_than_a_short_one(time):
+    """Doubling: pieces of a fixed length would be a million here, or 10^10 in the second."""
+    horizon = 1e6
+    found = original_problem(1.0, 0.01, horizon).riccati(time)
+    exact = original_riccati(1.0, 0.01, horizon, time)
+    expected = np.array([[exact.m, exact.n], [exact.n, exact.s]])
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    matrix = np.array([[1.0, 0.5], [0.0, 1e-4]])
+    m = original_riccati_matrix(matrix, 1e-6, 1e4, 0.0).m
+    assert np.all(np.isfinite(m)) and np.linalg.eigvalsh(m)[0] > 0
+
+
+def test_diagonal_gains_control_each_coordinate_by_its_own():
+    seen = Seen(time=1.0, start=np.zeros(2), weights=np.ones((3, 2)), integral=np.ones((3, 2)), control=0.0)
+    apart = original_gains([0.5, 2.0], 0.1, 4.0, 1.0)
+    together = original_gains_matrix(np.diag([0.5, 2.0]), 0.1, 4.0, 1.0)
+    ours = [certainty_equivalent_control(seen, np.array([3.0, 5.0]), some) for some in (apart, together)]
+    np.testing.assert_allclose(*ours, rtol=1e-12)
+
+
+def test_a_start_or_time_that_is_no_number_is_refused():
+    problem = Diffusion(curvature=1.0, horizon=1.0)
+    run = {"steps": 2, "paths": 2}
+    assert_refused(lambda: simulate.simulate(problem, simulate.uncontrolled, NAN, 0.0, **run), "start", NAN)
+    assert_refused(lambda: simulate.simulate(problem, simulate.uncontrolled, 0.0, NAN, **run), "optimum", NAN)
+    assert_refused(lambda: original_riccati_matrix(np.eye(2), 0.1, 1.0, [0.1, 0.2]), "time", [0.1, 0.2])
