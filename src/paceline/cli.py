@@ -95,6 +95,8 @@ def _answer(arguments: Sequence[str] | None) -> int:
 
 
 def _report(error: BaseException) -> int:
+    if "torch" not in sys.modules:  # then it is none of those below, and importing them takes seconds
+        return _fail(error, 1)
     from paceline.experiments.run import Interrupted
     from paceline.lm.memory import explain_memory
 

@@ -1858,9 +1858,35 @@ def test_a_prior_or_noise_that_does_not_fit_the_curvature_is_refused(name, value
 @pytest.mark.parametrize("time", [-1.0, NAN, INF])
 def test_a_time_that_cannot_have_been_seen_is_refused(time):
     zero = np.zeros(2)
-    seen = Seen(time=time, start=zero, weights=zero, integral=zero, control=zero)
-    assert_refused(lambda: posterior(seen, np.eye(2), np.eye(2), zero, np.eye(2)), "time", time)
-    assert_refused(lambda: flat_prior_estimate(seen, np.eye(2)), "time", time)
+    assert_refused(
+        lambda: Seen(time=time, start=zero, weights=zero, integral=zero, control=zero), "time", time
+    )
+
+
+def test_what_was_seen_has_numbers_of_one_shape():
+    zero = np.zeros(2)
+    given = {"time": 1.0, "start": zero, "weights": zero, "integral": zero, "control": 0.0}
+    Seen(**given)
+    Seen(**given | {"weights": np.zeros((5, 2)), "integral": np.zeros((5, 2))})
+    for name in ("start", "weights", "integral", "control"):
+        with pytest.raises(ValueError, match=rf"^Invalid {name}: .*nan"):
+            Seen(**given | {name: [0.0, NAN]})
+        with pytest.raises(ValueError, match=r"shapes alike"):
+            Seen(**given | {name: np.zeros(3)})
+
+
+@pytest.mark.parametrize("steps", [1000, 30, 3, 1])
+@pytest.mark.parametrize("alpha", [1.0, 30.0, 1e3, 1e5])
+def test_exact_steps_may_be_as_long_as_the_run(alpha, steps):
+    """Without control weights and mean have a known law, however coarse the steps."""
+    problem, paths = Diffusion(curvature=alpha, horizon=3.0), 4000
+    ended = simulate.simulate(problem, simulate.uncontrolled, 0.0, 0.0, steps=steps, paths=paths, seed=3)
+    whole = alpha * 3.0
+    spent, twice = -np.expm1(-whole), -np.expm1(-2 * whole)
+    last = twice / (2 * alpha)
+    mean = (3.0 - 2 * spent / alpha + twice / (2 * alpha)) / (alpha * 3.0) ** 2
+    for found, expected in ((ended.last, last), (ended.mean, mean)):
+        assert np.var(found) == pytest.approx(expected, rel=4 * np.sqrt(2 / paths))
 
 
 def test_an_estimate_without_prior_needs_time_and_an_invertible_curvature():

@@ -29,10 +29,10 @@ def _constants(
     way = np.atleast_1d(finite("distance", distance))
     require(way.shape == c.shape or c.size == 1, "distance", distance, "as many numbers as pull")
     v = float(np.hypot(g, noise))
-    whole = beta + (1 - beta) * c  # B
-    d2 = float(np.sum(way**2 * whole) / beta)  # D_C²; the \\cdot in print is a stray one (E13)
-    k = float(np.max(c / whole))  # K_C
-    return d2, v**2 + 2 * g * (1 - beta) * k * v / float(np.min(whole)), v, float(np.linalg.norm(way)), beta
+    b = beta + (1 - beta) * c  # B
+    d2 = float(np.sum(way**2 * b) / beta)  # D_C²; the \\cdot in print is a stray one (E13)
+    k = float(np.max(c / b))  # K_C
+    return d2, v**2 + 2 * g * (1 - beta) * k * v / float(np.min(b)), v, float(np.linalg.norm(way)), beta
 
 
 def convex_bound(
@@ -71,6 +71,6 @@ def alike_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
     """
     beta = number("rate", rate, "0 < rate < 1", lambda x: (x > 0) & (x < 1))
     c = number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1))
-    whole = beta + (1 - beta) * c
-    factor: Array = np.sqrt(whole / beta + 2 / beta - 2 / whole)
+    b = beta + (1 - beta) * c
+    factor: Array = np.sqrt(b / beta + 2 / beta - 2 / b)
     return factor

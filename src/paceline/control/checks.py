@@ -16,7 +16,10 @@ def require(ok: bool, what: str, value: object, allowed: str) -> None:
 
 def number(what: str, value: ArrayLike, allowed: str, ok: Any) -> Array:
     """A number or an array of them, all finite and all fulfilling `ok`."""
-    array = np.asarray(value, dtype=np.float64)
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"Invalid {what}: {value!r}; allowed: {allowed}") from None
     require(bool(np.all(np.isfinite(array)) and np.all(ok(array))), what, value, allowed)
     return array
 
@@ -32,6 +35,15 @@ def one(what: str, array: Array) -> float:
     """A single number, of functions that do not broadcast."""
     require(array.ndim == 0, what, array.tolist(), "a single number")
     return float(array)
+
+
+def broadcast(what: str, value: ArrayLike, shape: tuple[int, ...]) -> Array:
+    """Finite numbers of a shape, or fewer that stand for all."""
+    array = finite(what, value)
+    try:
+        return np.broadcast_to(array, shape)
+    except ValueError:
+        raise ValueError(f"Invalid {what}: shape {array.shape}; allowed: shape {shape}") from None
 
 
 def positive(what: str, value: ArrayLike) -> Array:
@@ -61,7 +73,7 @@ def time_in(time: ArrayLike, horizon: Array) -> Array:
 
 def square(what: str, value: ArrayLike) -> Array:
     """A square matrix; a number is one of size 1."""
-    matrix = np.atleast_2d(np.asarray(value, dtype=np.float64))
+    matrix = np.atleast_2d(number(what, value, "a square matrix of finite numbers", lambda x: x == x))
     ok = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and bool(np.all(np.isfinite(matrix)))
     require(ok, what, value, "a square matrix of finite numbers")
     return matrix

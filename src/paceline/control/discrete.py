@@ -42,6 +42,7 @@ def step(
     Pair(live=array([0.3]), average=array([0.075]))
     """
     require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
+    checked_rate(rate)
     live, average = pair
     raw, strength = live - lr * gradient, np.asarray(pull, dtype=np.float64)
     if variant == "pre":
@@ -69,7 +70,7 @@ class Loss(Protocol):
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Quadratic:
     """½ (θ − μ)' A (θ − μ), with additive Gaussian noise of standard deviation sigma in its gradients."""
 
@@ -80,6 +81,8 @@ class Quadratic:
     def __post_init__(self) -> None:
         if finite("curvature", self.curvature).ndim > 1:
             symmetric("curvature", self.curvature, definite=False)
+        else:
+            not_negative("curvature", self.curvature)
         not_negative("sigma", self.sigma)
         ok = finite("center", self.center).shape in ((), (1,), (self.size,))
         require(ok, "center", self.center, f"a number, or {self.size}")
@@ -111,7 +114,7 @@ class Quadratic:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PiecewiseLinear:
     """mean_i |a_i · θ − b_i|: convex, Lipschitz, nowhere smooth; gradients of one term drawn at random."""
 
@@ -160,7 +163,7 @@ class PiecewiseLinear:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Logistic:
     """Logistic regression with a little weight decay, on any data; gradients of batches drawn at random."""
 
@@ -225,6 +228,7 @@ class Ended(NamedTuple):
     live: Array  # θ_T
     average: Array  # E_T
     flat: Array  # the mean of θ_0 … θ_{T−1}, weighted by their learning rates
+    returned: Array  # a second average, of rate return_rate, which never influences the way; else E_T
 
 
 def train(
@@ -238,16 +242,17 @@ def train(
     paths: int = 1,
     seed: int = 0,
     variant: Variant = "pre",
+    return_rate: float | Callable[[int], float] | None = None,
 ) -> Ended:
-    """Run it from live = average = start. lr, pull and rate may depend on the step, which counts from 1."""
+    """Run it from live = average = start. lr, pull and rates may depend on the step, which counts from 1."""
     whole("steps", steps, 1)
     whole("paths", paths, 1)
     require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(whole("seed", seed, 0))
     begin = np.atleast_1d(finite("start", start))
     require(begin.shape == (loss.size,), "start", start, f"{loss.size} numbers")
     pair = Pair(np.tile(begin, (paths, 1)), np.tile(begin, (paths, 1)))
-    flat, weight = np.zeros_like(pair.live), 0.0
+    flat, weight, returned = np.zeros_like(pair.live), 0.0, pair.average
     for k in range(1, steps + 1):
         eta = float(positive("lr", lr(k) if callable(lr) else lr))
         beta = float(checked_rate(rate(k) if callable(rate) else rate))
@@ -258,7 +263,10 @@ def train(
             strength.shape in ((), (1,), begin.shape), "pull", strength.tolist(), f"1 or {loss.size} numbers"
         )
         pair = step(pair, gradient, eta, strength, beta, variant)
-    return Ended(pair.live, pair.average, flat / weight)
+        if return_rate is not None:
+            slow = float(checked_rate(return_rate(k) if callable(return_rate) else return_rate))
+            returned = (1 - slow) * returned + slow * pair.live
+    return Ended(pair.live, pair.average, flat / weight, pair.average if return_rate is None else returned)
 
 
 # --- BEMA ---------------------------------------------------------------------------------------------
@@ -280,7 +288,10 @@ def bema(
     whole("every", every, 1)
     not_negative("scale", scale)
     number("offset", offset, "offset >= 0, offset + scale > 0", lambda x: (x >= 0) & (x + scale > 0))
+    for name, value in (("power", power), ("bias_power", bias_power)):
+        not_negative(name, value)
     path = finite("weights", weights)
+    require(path.ndim >= 1 and len(path) >= 1, "weights", weights, "the weights of one step at least")
     average, corrected = path[0], path[0]
     averages, estimates = [], []
     for t, here in enumerate(path[1:], 1):

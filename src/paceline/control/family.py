@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import Array, finite, not_negative, number, positive, require, whole
+from paceline.control.checks import Array, finite, not_negative, number, one, positive, require, whole
 from paceline.control.checks import rate as checked_rate
 from paceline.control.recursion import Recursion, stylized
 
@@ -23,13 +23,17 @@ class Setting(NamedTuple):
 
     def on(self, curvature: float) -> Recursion:
         """One coordinate of that curvature."""
-        return stylized(self.lr * float(positive("curvature", curvature)), self.rate, self.pull)
+        return stylized(self.lr * one("curvature", positive("curvature", curvature)), self.rate, self.pull)
+
+    def error_after(self, steps: int, curvature: float, start: float, sigma: float) -> float:
+        """E[returned²] of that coordinate, its gradients with noise of that standard deviation."""
+        return self.on(curvature).error_after(steps, start, (self.lr * sigma) ** 2)
 
 
 def pace(lr: float, rate: float, strength: float) -> Setting:
     """c = βR, as in gain="uniform"; R = 0 is an EMA beside SGD, R < 0 pushes."""
-    beta = float(checked_rate(rate))
-    return Setting(float(positive("lr", lr)), beta, beta * float(finite("strength", strength)))
+    beta = one("rate", checked_rate(rate))
+    return Setting(one("lr", positive("lr", lr)), beta, beta * one("strength", finite("strength", strength)))
 
 
 def ema(lr: float, rate: float) -> Setting:
@@ -91,17 +95,20 @@ def schedule_free_error(
 def speed_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
     """By how much the pull shortens the way under a steady gradient: β/(β + (1 − β)c).
 
-    With c = βR and a small β this is 1/(1 + R).
+    With c = βR this is 1/(1 + (1 − β)R), so about 1/(1 + R).
     """
     beta, c = checked_rate(rate), finite("pull", pull)
-    whole = beta + (1 - beta) * c
-    require(bool(np.all(whole > 0)), "pull", pull, "over -rate/(1 - rate)")
-    factor: Array = beta / whole
+    b = beta + (1 - beta) * c
+    require(bool(np.all(b > 0)), "pull", pull, "over -rate/(1 - rate)")
+    factor: Array = beta / b
     return factor
 
 
 def right_strength(lr: ArrayLike, best_lr: ArrayLike) -> Array:
-    """R*(η) = η/η* − 1: the pull that makes of a learning rate the best one. Negative below it: a push."""
+    """R*(η) = η/η* − 1: the pull that makes of a learning rate the best one. Negative below it: a push.
+
+    For long averages (small β): the page of `paceline theory figures` shows the true best beside it.
+    """
     strength: Array = positive("lr", lr) / positive("best_lr", best_lr) - 1
     return strength
 

@@ -93,7 +93,7 @@ def original_riccati_matrix(curvature: ArrayLike, penalty: float, horizon: float
         values, vectors = np.linalg.eigh(a)
         apart = original_riccati(values, penalty, horizon, time)
         return Riccati(*((vectors * block) @ vectors.T for block in apart))
-    h, g = _integrals(a, float(end - time_in(time, end)))
+    h, g = _matrix_integrals(a, float(end - time_in(time, end)))
     whole = float(end) ** 2 * np.eye(len(a)) + g / float(lam)
     # Where some directions grow by many orders and others do not, D cannot be inverted; P itself stays small.
     if not np.all(np.isfinite(whole)) or np.linalg.cond(whole) > 1e6:
@@ -244,7 +244,7 @@ def integrals(curvature: ArrayLike, length: ArrayLike) -> tuple[Array, Array, Ar
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(14)
 
 
-def _integrals(a: Array, length: float) -> tuple[Array, Array]:
+def _matrix_integrals(a: Array, length: float) -> tuple[Array, Array]:
     """H = ∫ e^(−As) ds and G = ∫ H H' ds over a length, for any square A.
 
     First over so short a piece that Gauss and Legendre's rule is exact to rounding, then over twice that,

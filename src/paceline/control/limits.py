@@ -1,6 +1,7 @@
 """How far from the optimum PACE ends on a quadratic, and what its strength does to that: closed forms.
 
-One coordinate: speed a = ηα, averaging rate β, pull c, noise η²σ² (see recursion.py). Arguments broadcast.
+One coordinate: speed a = ηα, averaging rate β, pull c, noise η²σ² (see recursion.py). Arguments broadcast
+where an array is returned.
 """
 
 import numpy as np
@@ -129,8 +130,8 @@ def finite_time_error(
 def error_at_equal_speed(radius: float, pull: float) -> float:
     """The least limiting error of all (learning rate, rate) whose chain forgets at this speed, in σ²/α².
 
-    At equal spectral radius a pull never helps: this rises with c, from half of plain SGD's at c = 0 to just
-    that at c = 1.
+    At equal spectral radius a pull never helps: this rises with c, from half of plain SGD's at c = 0 (for a
+    radius near 1) to just that at c = 1.
     """
     rho = one("radius", number("radius", radius, "0 < radius < 1", lambda x: (x > 0) & (x < 1)))
     c = one("pull", number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))

@@ -32,7 +32,7 @@ from paceline.control.checks import (
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LQG:
     """A problem, and its solution.
 
@@ -50,7 +50,7 @@ class LQG:
     noise: ArrayLike | None = None  # C, (n, k); none: the identity
 
     def __post_init__(self) -> None:
-        positive("horizon", self.horizon)
+        one("horizon", positive("horizon", self.horizon))
         square("drift", self.drift)
         symmetric("control_cost", self.control_cost, definite=True)
         for name in ("running_cost", "final_cost"):

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from scipy.linalg import expm
 
 from paceline.control import gains, unknown
-from paceline.control.checks import Array, finite, not_negative, positive, require, square, symmetric, whole
+from paceline.control.checks import Array, broadcast, one, positive, require, square, symmetric, whole
 from paceline.control.unknown import Seen
 
 Controller = Callable[[Seen], Array]
@@ -20,7 +20,7 @@ Controller = Callable[[Seen], Array]
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Diffusion:
     """The uncontrolled problem."""
 
@@ -30,8 +30,8 @@ class Diffusion:
     penalty: float = 0.01  # λ
 
     def __post_init__(self) -> None:
-        positive("horizon", self.horizon)
-        positive("penalty", self.penalty)
+        one("horizon", positive("horizon", self.horizon))
+        one("penalty", positive("penalty", self.penalty))
         alike = self.noise.shape == self.matrix.shape
         require(alike, "covariance", self.noise.shape, "the shape of curvature")
 
@@ -86,14 +86,15 @@ def simulate(
     whole("paths", paths, 2)
     require(method in ("euler", "exact"), "method", method, "euler, exact")
     a, dt, d = problem.matrix, problem.horizon / steps, len(problem.matrix)
-    rng = np.random.default_rng(seed)
-    weights = np.tile(np.broadcast_to(finite("start", start), (d,)), (paths, 1))
-    begin, target = weights.copy(), np.broadcast_to(finite("optimum", optimum), (paths, d))
+    rng = np.random.default_rng(whole("seed", seed, 0))
+    weights = np.tile(broadcast("start", start, (d,)), (paths, 1))
+    begin, target = weights.copy(), broadcast("optimum", optimum, (paths, d))
     integral, control, effort = np.zeros_like(weights), np.zeros_like(weights), np.zeros(paths)
     move = _Exact.of(a, problem.noise, dt) if method == "exact" else _Euler.of(a, problem.noise, dt)
     for k in range(steps):
         seen = Seen(time=k * dt, start=begin, weights=weights, integral=integral, control=control)
         u = controller(seen)
+        require(np.shape(u) == (paths, d), "control", np.shape(u), f"of shape {(paths, d)}")
         weights, integral = move(weights, integral, target, u, rng)
         control = control + dt * u
         effort = effort + dt * np.einsum("pd,pd->p", u, u)
@@ -133,10 +134,16 @@ class _Exact:
         one, none = np.eye(d), np.zeros_like(a)
         flow = np.block([[-a, none], [one, none]])  # of (θ − μ, ∫ θ − μ)
         whole = expm(np.block([[flow, np.vstack([one, none])], [np.zeros((d, 3 * d))]]) * dt)
-        # Van Loan: ∫ e^(Fs) Q e^(F's) ds from one exponential; dt is short.
+        # What noise does over a short piece by Van Loan's exponential, then over twice that, again and again:
+        # over the whole step that exponential would contain e^(+A dt) and drown the rest.
+        doublings = max(0, int(np.ceil(np.log2(max(2 * float(np.linalg.norm(flow, 2)) * dt, 1.0)))))
+        piece = dt / 2**doublings
         source = np.block([[noise, none], [none, none]])
-        joint = expm(np.block([[-flow, source], [np.zeros_like(flow), flow.T]]) * dt)
-        spread = joint[2 * d :, 2 * d :].T @ joint[: 2 * d, 2 * d :]
+        joint = expm(np.block([[-flow, source], [np.zeros_like(flow), flow.T]]) * piece)
+        across = joint[2 * d :, 2 * d :].T
+        spread = across @ joint[: 2 * d, 2 * d :]
+        for _ in range(doublings):
+            spread, across = spread + across @ spread @ across.T, across @ across
         values, vectors = np.linalg.eigh((spread + spread.T) / 2)
         root = vectors * np.sqrt(np.maximum(values, 0.0))
         return cls(decay=whole[:d, :d], h=whole[:d, 2 * d :], k=whole[d : 2 * d, 2 * d :], root=root, dt=dt)
@@ -206,5 +213,5 @@ def posterior_variance(problem: Diffusion, prior_covariance: ArrayLike) -> float
     """tr P_T: no estimate made from the path, controlled or not, has a smaller mean squared error."""
     zero = np.zeros(len(problem.matrix))
     seen = Seen(time=problem.horizon, start=zero, weights=zero, integral=zero, control=zero)
-    covariance = unknown.posterior(seen, problem.matrix, problem.noise, zero, prior_covariance).covariance
-    return float(not_negative("prior_covariance", np.trace(covariance)))
+    found = unknown.posterior(seen, problem.matrix, problem.noise, zero, prior_covariance)
+    return float(np.trace(found.covariance))

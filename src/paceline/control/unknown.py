@@ -12,12 +12,12 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import Array, finite, not_negative, positive, require, square, symmetric
+from paceline.control.checks import Array, finite, not_negative, one, positive, require, square, symmetric
 from paceline.control.gains import Gains
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Seen:
     """All that the estimate needs of the way up to a time; vectors of length d, or (paths, d)."""
 
@@ -26,6 +26,13 @@ class Seen:
     weights: ArrayLike  # θ_t
     integral: ArrayLike  # ∫ θ
     control: ArrayLike  # ∫ u
+
+    def __post_init__(self) -> None:
+        one("time", not_negative("time", self.time))
+        names = ("start", "weights", "integral", "control")
+        shapes = [finite(name, getattr(self, name)).shape for name in names]
+        ok = all(shape in ((), (1,), shapes[1], shapes[1][-1:]) for shape in shapes)
+        require(ok, ", ".join(names), shapes, "shapes alike")
 
     def evidence(self, curvature: Array) -> Array:
         """Z_t = A μ t + noise."""

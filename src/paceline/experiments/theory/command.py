@@ -1,11 +1,15 @@
 """`paceline theory …`: flags, numbers on the terminal, pictures in a folder."""
 
 import argparse
+import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from paceline.experiments.config import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.experiments.theory.pictures import Picture
 
 Say = Callable[[str], None]
 
@@ -26,33 +30,33 @@ EXAMPLES = """examples:
   paceline theory advise comparison
       the folder of a comparison, or those of runs with readings of the pull (--telemetry-every)
   paceline theory figures --out theory
-      about a minute; then open theory/index.html
+      half a minute; then open theory/index.html
 
-Each prints its numbers, and draws a picture into the folder --out [theory]."""
+Each prints its numbers and, but for advise, draws a picture into the folder --out [theory]."""
 
-# part → flag → default and meaning
-_FLAGS: dict[str, dict[str, tuple[Any, str]]] = {
+# part → flag → kind and meaning; defaults are those of the pictures
+_FLAGS: dict[str, dict[str, tuple[type, str]]] = {
     "gains": {
-        "curvature": (1.0, "α of the loss, over 0"),
-        "penalty": (0.01, "λ, what control costs"),
-        "horizon": (20.0, "T, how long"),
+        "curvature": (float, "α of the loss, over 0 [1]"),
+        "penalty": (float, "λ, what control costs [0.01]"),
+        "horizon": (float, "T, how long [20]"),
     },
     "simulate": {
-        "problem": ("diffusion", "diffusion, or logistic: real data"),
-        "curvature": (1.0, "α (diffusion)"),
-        "penalty": (0.01, "λ (diffusion)"),
-        "horizon": (20.0, "T (diffusion)"),
-        "prior": (4.0, "variance of what is known about the optimum before (diffusion)"),
-        "paths": (1000, "how many at once"),
-        "steps": (400, "how many in each"),
-        "seed": (0, "of all that is random"),
+        "curvature": (float, "α, over 0; diffusion only [1]"),
+        "penalty": (float, "λ; diffusion only [0.01]"),
+        "horizon": (float, "T; diffusion only [20]"),
+        "prior": (float, "variance of what is known about the optimum before; diffusion only [4]"),
+        "rate": (float, "β, of the average; logistic only [0.02]"),
+        "paths": (int, "how many at once [4000, logistic 40]"),
+        "steps": (int, "how many in each [400, logistic 1000]"),
+        "seed": (int, "of all that is random [0]"),
     },
-    "limits": {"speed": (0.1, "a = learning rate · curvature, 0 to 1"), "rate": (0.05, "β, of the average")},
+    "limits": {"speed": (float, "a = learning rate · curvature, 0 to 1 [0.1]"), "rate": (float, "β [0.05]")},
     "bounds": {
-        "rate": (0.1, "β, of the average"),
-        "pull": (0.3, "c, 0 to 1"),
-        "paths": (200, "how many at once"),
-        "seed": (0, "of all that is random"),
+        "rate": (float, "β, of the average [0.1]"),
+        "pull": (float, "c, 0 to 1 [0.3]"),
+        "paths": (int, "how many at once [200]"),
+        "seed": (int, "of all that is random [0]"),
     },
 }
 
@@ -64,13 +68,15 @@ def add(parser: argparse.ArgumentParser, kind: type[argparse.ArgumentParser]) ->
         made = parts.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name == "advise":
             made.add_argument("runs", nargs="+", type=Path, help="folders of runs, or that of a comparison")
+            text = "where AdamW with an average is best; without it, looked for among the runs"
+            made.add_argument("--best-lr", type=float, metavar="X", help=text)
             continue
         made.add_argument("--out", type=Path, default=Path("theory"), metavar="FOLDER", help="[theory]")
-        for flag, (default, meaning) in _FLAGS.get(name, {}).items():
-            options: dict[str, Any] = {"choices": ("diffusion", "logistic")} if flag == "problem" else {}
-            made.add_argument(
-                f"--{flag}", type=type(default), default=default, help=f"{meaning} [{default}]", **options
-            )
+        if name == "simulate":
+            text = "controllers of an unknown optimum, or the update on real data [diffusion]"
+            made.add_argument("--problem", choices=("diffusion", "logistic"), default="diffusion", help=text)
+        for flag, (number, meaning) in _FLAGS.get(name, {}).items():
+            made.add_argument(f"--{flag}", type=number, default=argparse.SUPPRESS, help=meaning)
 
 
 def run(options: argparse.Namespace, say: Say) -> int:
@@ -78,7 +84,7 @@ def run(options: argparse.Namespace, say: Say) -> int:
     if options.part == "advise":
         from paceline.experiments.theory.runs import advise_on
 
-        for line in advise_on(options.runs):
+        for line in advise_on(options.runs, options.best_lr):
             say(line)
         return 0
     from paceline.experiments.theory import pictures
@@ -86,31 +92,35 @@ def run(options: argparse.Namespace, say: Say) -> int:
 
     if options.part == "figures":
         made = {}
-        for number, make in enumerate(pictures.ALL, 1):
-            say(f"{number} of {len(pictures.ALL)}: {make.__name__.replace('_', ' ')}")
-            picture = make()
+        for i, make in enumerate(pictures.ALL, 1):
+            say(f"{i} of {len(pictures.ALL)}: {make.__name__.replace('_', ' ')}")
+            try:
+                picture = make()
+            except ImportError as missing:  # scikit-learn, for real data
+                say(f"  left out: {missing}")
+                continue
             made[picture.name] = picture
             _write(picture, options.out, say)
         place = options.out / "index.html"
         place.write_text(page(made, options.out), encoding="utf-8")
         say(f"page: {place}")
         return 0
-    given = {name: getattr(options, name) for name in _FLAGS[options.part]}
-    if options.part == "gains":
-        picture = pictures.gains_over_time(**given)
-    elif options.part == "limits":
-        picture = pictures.limiting_errors(**given)
-    elif options.part == "bounds":
-        picture = pictures.convex(**given)
-    elif given.pop("problem") == "logistic":
-        picture = pictures.logistic(**{name: given[name] for name in ("steps", "paths", "seed")})
-    else:
-        picture = pictures.controllers(**given)
-    _write(picture, options.out, say)
+    given = {name: getattr(options, name) for name in _FLAGS[options.part] if name in options}
+    kind = getattr(options, "problem", options.part)
+    makers: dict[str, Callable[..., Picture]] = {
+        "gains": pictures.gains_over_time,
+        "limits": pictures.limiting_errors,
+        "bounds": pictures.convex,
+        "diffusion": pictures.controllers,
+        "logistic": pictures.logistic,
+    }
+    if unknown := given.keys() - inspect.signature(makers[kind]).parameters.keys():
+        raise ConfigError(f"--{min(unknown)} is no setting of {kind}")
+    _write(makers[kind](**given), options.out, say)
     return 0
 
 
-def _write(picture: "Any", folder: Path, say: Say) -> None:
+def _write(picture: "Picture", folder: Path, say: Say) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     say(picture.title)
     for line in picture.text():

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.control import bounds, discrete, family, gains, limits, simulate
-from paceline.control.checks import Array, number, positive
+from paceline.control.checks import Array, number, positive, whole
+from paceline.control.family import right_strength
 from paceline.control.recursion import VARIANTS
 from paceline.control.unknown import Seen
 from paceline.experiments.report.palette import style
@@ -60,9 +62,10 @@ def _labels(axes: "Axes", title: str, x: str, y: str) -> None:
     axes.set_ylabel(y, fontsize=9, color=_INK)
 
 
-def _line(axes: "Axes", x: Any, y: Any, number: int, label: str, **more: Any) -> None:
-    look = style(number)
-    dashes: dict[str, Any] = {"dashes": look.dashes} if look.dashes else {}
+def _line(axes: "Axes", x: Any, y: Any, i: int, label: str, *, solid: bool = False, **more: Any) -> None:
+    look = style(i)
+    dashes: dict[str, Any] = {"dashes": look.dashes} if look.dashes and not solid else {}
+    dashes = {} if "linestyle" in more else dashes
     axes.plot(x, y, color=look.on_light, label=label, linewidth=1.8, **dashes, **more)
 
 
@@ -75,19 +78,20 @@ def _number(value: float) -> str:
 
 def gains_over_time(curvature: float = 1.0, penalty: float = 0.01, horizon: float = 20.0) -> Picture:
     """The exact gain grows until just before the end (E25); the practical one is a constant."""
-    times = np.linspace(0, 1, 400) * horizon
+    positive("curvature", curvature)
+    times = np.linspace(0, 1, 400) * positive("horizon", horizon)
     exact = gains.original_gains(curvature, penalty, horizon, times)
     relaxed = gains.relaxed_gain(curvature, penalty, horizon, times)
     practical = float(gains.practical_gain(curvature, penalty, horizon))
 
     def first(axes: "Axes") -> None:
-        _line(axes, times / horizon, exact.toward, 3, "exact, k_x")
-        _line(axes, times / horizon, np.full_like(times, practical), 0, "practical, 1/(T(1 + λα²T))")
+        _line(axes, times / horizon, exact.toward, 3, "exact, k_x", solid=True)
+        _line(axes, times / horizon, np.full_like(times, practical), 1, "practical, 1/(T(1 + λα²T))")
         axes.set_ylim(bottom=0)
         _labels(axes, "Pull toward the optimum", "time t/T", "gain on μ − θ")
 
     def second(axes: "Axes") -> None:
-        _line(axes, times / horizon, exact.toward, 3, "returned: the mean of the weights")
+        _line(axes, times / horizon, exact.toward, 3, "returned: the mean of the weights", solid=True)
         _line(axes, times / horizon, relaxed, 4, "relaxed: every weight on its own")
         axes.set_yscale("log")
         axes.set_ylim(bottom=float(exact.toward[0]) / 10)  # both end at 0
@@ -108,12 +112,12 @@ def _as_printed(axes: "Axes") -> None:
     curvature, penalty, horizon = 1.0, 1e-3, 4.0
     times = np.linspace(0.7, 1, 600) * horizon
     exact = gains.original_gains(curvature, penalty, horizon, times).toward
-    _line(axes, times / horizon, exact, 3, "exact")
+    _line(axes, times / horizon, exact, 3, "exact", solid=True)
     _line(axes, times / horizon, _printed_gain(curvature, penalty, horizon, times), 5, "as printed (E10)")
     top = 1.6 * float(np.max(exact))
     axes.set_ylim(-top, top)
     axes.axhline(0, color=_SOFT, linewidth=0.8)
-    _labels(axes, "The printed gain changes sign: T = 4, λ = 0.001", "time t/T", "gain on μ − θ")
+    _labels(axes, "Printed, it changes sign: α = 1, T = 4, λ = .001", "time t/T", "gain on μ − θ")
 
 
 def _printed_gain(curvature: float, penalty: float, horizon: float, times: Array) -> Array:
@@ -139,7 +143,7 @@ def practical_range(penalty: float = 1e-6) -> Picture:
         _line(axes, products[enough], corrected, 4, "exact / practical with its −3/(2α) kept")
         axes.axhline(1, color=_SOFT, linewidth=0.8)
         axes.set_xscale("log")
-        axes.set_ylim(0, 2.6)
+        axes.set_ylim(0, 3.2)
         _labels(axes, "How far the practical gain is off at t = 0", "curvature × horizon αT", "ratio")
 
     rows: list[tuple[str, ...]] = [("αT", "exact/practical", "with −3/(2α)")]
@@ -163,13 +167,15 @@ def controllers(
     seed: int = 0,
 ) -> Picture:
     """What controlling brings if the optimum is unknown: little, and the practical control nothing."""
+    positive("curvature", curvature)
     problem = simulate.Diffusion(curvature=curvature, penalty=penalty, horizon=horizon)
-    optima = np.sqrt(positive("prior", prior)) * np.random.default_rng(seed).standard_normal((paths, 1))
+    rng = np.random.default_rng(whole("seed", seed, 0))
+    optima = np.sqrt(positive("prior", prior)) * rng.standard_normal((whole("paths", paths, 2), 1))
     tried: dict[str, simulate.Controller] = {
         "none": simulate.uncontrolled,
         "practical: pull toward the mean": simulate.practical(problem),
-        "flat prior: BEMA, control taken out": simulate.bema_estimating(problem),
-        "best: posterior mean": simulate.estimating(problem, [0.0], [[prior]]),
+        "flat prior: BEMA without control": simulate.bema_estimating(problem),
+        "least J: posterior mean": simulate.estimating(problem, [0.0], [[prior]]),
         "knows the optimum": lambda seen: problem.control(seen, optima),
     }
     ended = {
@@ -177,22 +183,30 @@ def controllers(
         for name, control in tried.items()
     }
     floor = simulate.posterior_variance(problem, [[prior]])
-    rows: list[tuple[str, ...]] = [("controller", "error²", "±", "effort ∫u²")]
+    rows: list[tuple[str, ...]] = [("controller", "error²", "change by control", "±", "∫u²", "J")]
+    squares = {name: np.sum((ended[name].mean - optima) ** 2, axis=1) for name in tried}
     points = []
-    for name, paths_ in ended.items():
-        squares = np.sum((paths_.mean - optima) ** 2, axis=1)
-        error, spread = float(np.mean(squares)), float(np.std(squares, ddof=1) / np.sqrt(paths))
-        points.append((name, error, spread))
-        rows.append((name, _number(error), _number(spread), _number(float(np.mean(paths_.effort)))))
-    rows.append(("no estimate can be better than", _number(floor), "", ""))
+    for name, each in squares.items():
+        # The same optima and the same noise for all: differences are paired, and far less noisy.
+        gain = each - squares["none"]
+        spread = float(np.std(gain, ddof=1) / np.sqrt(paths))
+        effort = float(np.mean(ended[name].effort))
+        values = (float(np.mean(each)), float(np.mean(gain)), spread, effort)
+        points.append((name, float(np.mean(gain)), spread))
+        rows.append((name, *map(_number, values), _number(float(np.mean(each)) + penalty * effort)))
+    rows.append(("least without knowing the optimum", _number(floor), "", "", "", ""))
 
     def bars(axes: "Axes") -> None:
-        for i, (name, error, spread) in enumerate(points):
-            axes.errorbar(error, -i, xerr=2 * spread, fmt="o", color=style(i).on_light, capsize=3, label=name)
-        axes.axvline(floor, color=_SOFT, linewidth=1, linestyle=":", label="posterior variance: the floor")
-        axes.set_yticks([])
-        axes.set_ylim(-len(points) - 2.2, 0.6)
-        _labels(axes, "Error of the returned mean", "mean squared error, ± 2 standard errors", "")
+        for i, (_, gain, spread) in enumerate(points[1:-1]):
+            axes.errorbar(gain, i, xerr=2 * spread, fmt="o", color=style(i + 1).on_light, capsize=3)
+        least = floor - float(np.mean(squares["none"]))
+        axes.axvline(0, color=_SOFT, linewidth=1, label="no control")
+        axes.axvline(
+            least, color=_SOFT, linewidth=1, linestyle=":", label="least without knowing the optimum"
+        )
+        axes.set_yticks(range(len(points) - 2), [name.replace(": ", ":\n") for name, _, _ in points[1:-1]])
+        axes.set_ylim(len(points) - 1.3, -0.8)
+        _labels(axes, "What control changes", "squared error less that without control, ± 2 s.e.", "")
 
     return Picture(
         name="controllers",
@@ -256,18 +270,19 @@ def limiting_errors(speed: float = 0.1, rate: float = 0.05) -> Picture:
         axes.set_yscale("log")
         _labels(axes, "How long an old error lives", "pull c", "steps to fall by a factor e")
 
-    rows: list[tuple[str, ...]] = [("c", "error", "/ EMA's", "slope", "radius")]
+    rows: list[tuple[str, ...]] = [("c", "pre", "/ EMA's", "slope", "radius", *VARIANTS[1:])]
     for c in (0.0, 0.05, 0.1, 0.3, 0.5, 1.0):
         values = (
             float(limits.limiting_error(speed, rate, c)),
             float(limits.improvement(speed, rate, c)),
             float(limits.limiting_error_slope(speed, rate, c)),
             limits.spectral_radius(speed, rate, c),
+            *(float(limits.limiting_error(speed, rate, c, variant=other)) for other in VARIANTS[1:]),
         )
         rows.append((f"{c:g}", *map(_number, values)))
     best = float(limits.optimal_pull(speed, rate, clipped=False))
     least = float(limits.least_limiting_error(speed, rate))
-    rows.append((f"best {best:.3g}", _number(least), "", "0", ""))
+    rows.append((f"best {best:.3g}", _number(least), "", "0", *[""] * 4))
     title = f"Limiting errors, a = ηα = {speed:g}, β = {rate:g}"
     return Picture(name="limits", title=title, rows=tuple(rows), panels=(errors, speeds))
 
@@ -280,9 +295,9 @@ def equal_speed(radius: float = 0.99) -> Picture:
     plain = a**2 * float(limits.sgd_error(a))
 
     def panel(axes: "Axes") -> None:
-        _line(axes, np.maximum(pulls, 3e-4), values, 3, "least error over η and β", marker="o", markersize=4)
+        _line(axes, pulls, values, 3, "least error over η and β", solid=True, marker="o", markersize=4)
         axes.axhline(plain, color=_SOFT, linewidth=1, linestyle=":", label="SGD, live")
-        axes.set_xscale("log")
+        axes.set_xscale("symlog", linthresh=1e-3)
         axes.set_ylim(0, 1.15 * plain)
         _labels(
             axes,
@@ -291,12 +306,21 @@ def equal_speed(radius: float = 0.99) -> Picture:
             "E[average²] in σ²/α²",
         )
 
-    rows = (("c", "least error"), *((f"{c:g}", f"{v:.6f}") for c, v in zip(pulls, values, strict=True)))
-    return Picture(name="equal-speed", title="At equal speed a pull never helps", rows=rows, panels=(panel,))
+    rows: list[tuple[str, ...]] = [("c", "least error")]
+    rows += [(f"{c:g}", f"{value:.6f}") for c, value in zip(pulls, values, strict=True)]
+    rows.append(("SGD, live", f"{plain:.6f}"))
+    return Picture(
+        name="equal-speed", title="At equal speed a pull never helps", rows=tuple(rows), panels=(panel,)
+    )
 
 
 SPECTRUM = np.geomspace(0.01, 1.0, 16)
 """Curvatures of the quadratic on which the family is compared."""
+
+
+def _expected_loss(errors: Callable[[float], float]) -> float:
+    """Of a quadratic with those curvatures, from the error of each coordinate."""
+    return float(sum(alpha / 2 * errors(float(alpha)) for alpha in SPECTRUM))
 
 
 def basin(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start: float = 1.0) -> Picture:
@@ -304,40 +328,36 @@ def basin(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start: floa
     lrs = np.geomspace(0.003, 0.95, 24)
 
     def loss(setting: family.Setting) -> float:
-        total = 0.0
-        for alpha in SPECTRUM:
-            if setting.lr * alpha >= 1:
-                return float("nan")
-            noise = (setting.lr * sigma) ** 2
-            total += alpha / 2 * setting.on(float(alpha)).error_after(steps, start, noise)
-        return total
+        return _expected_loss(lambda alpha: setting.error_after(steps, alpha, start, sigma))
+
+    def nesterov(lr: float) -> float:
+        noise = (lr * sigma) ** 2
+        return _expected_loss(
+            lambda alpha: family.ema_nesterov(lr, 1 - rate, 0.5, alpha).error_after(steps, start, noise)
+        )
 
     def free(lr: float) -> float:
         noise = (lr * sigma) ** 2
-        errors = (
-            alpha / 2 * family.schedule_free_error(lr, 0.9, float(alpha), start, noise, steps)
-            for alpha in SPECTRUM
-        )
-        return float(sum(errors))
+        return _expected_loss(lambda alpha: family.schedule_free_error(lr, 0.9, alpha, start, noise, steps))
 
     methods: dict[str, Callable[[float], float]] = {
         "EMA": lambda lr: loss(family.ema(lr, rate)),
         "PACE, R = 1": lambda lr: loss(family.pace(lr, rate, 1.0)),
         "PACE, R = 3": lambda lr: loss(family.pace(lr, rate, 3.0)),
         "push, R = −0.5": lambda lr: loss(family.pace(lr, rate, -0.5)),
+        "EMA-Nesterov, .5 (returns x)": nesterov,
         "GPA, μ = .98, .7": lambda lr: loss(family.gpa(lr, 0.98, 0.7)),
         "Schedule-Free, β = .9": free,
     }
-    values = {name: np.array([method(lr) for lr in lrs]) for name, method in methods.items()}
+    values = {name: np.array([method(float(lr)) for lr in lrs]) for name, method in methods.items()}
 
     def panel(axes: "Axes") -> None:
         for i, (name, losses) in enumerate(values.items()):
             _line(axes, lrs, losses, i, name)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        _labels(
-            axes, f"After {steps:,} steps on 16 curvatures", "learning rate η", "expected loss of the average"
-        )
+        title = f"After {steps:,} steps on 16 curvatures"
+        _labels(axes, title, "learning rate η", "expected loss of what is returned")
 
     rows: list[tuple[str, ...]] = [("method", "least loss", "at lr", "at 3x that lr", "at a third")]
     for name, losses in values.items():
@@ -347,6 +367,57 @@ def basin(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start: floa
         rows.append((name, _number(float(losses[best])), _number(here), *map(_number, others)))
     title = "One family: what pull and push do to the basin of learning rates"
     return Picture(name="basin", title=title, rows=tuple(rows), panels=(panel,))
+
+
+def right_ratio(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start: float = 1.0) -> Picture:
+    """R* = η/η* − 1 beside the R that is best, and the balance of gradient and gap."""
+    from scipy.optimize import minimize_scalar
+
+    def loss(lr: float, ratio: float) -> float:
+        setting = family.pace(lr, rate, ratio)
+        return _expected_loss(lambda alpha: setting.error_after(steps, alpha, start, sigma))
+
+    def best(function: Callable[[float], float], low: float, high: float) -> float:
+        found = minimize_scalar(function, bounds=(low, high), method="bounded", options={"xatol": 1e-4})
+        return float(found.x)
+
+    best_lr = float(np.exp(best(lambda x: loss(float(np.exp(x)), 0.0), np.log(1e-3), np.log(0.5))))
+    shares = np.array([0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
+    ratios = [best(partial(loss, float(lr)), -0.95, 40.0) for lr in shares * best_lr]
+
+    def balance(lr: float) -> float:
+        noise = (lr * sigma) ** 2
+        each = (
+            family.balance(family.ema(lr, rate).on(float(alpha)), float(alpha), start, noise, 300)
+            for alpha in SPECTRUM
+        )
+        return float(sum(each)) / lr
+
+    lrs = np.geomspace(0.25, 16, 13) * best_lr
+    balances = [balance(float(lr)) for lr in lrs]
+
+    def first(axes: "Axes") -> None:
+        _line(axes, shares, 1 + right_strength(shares, 1.0), 0, "1 + R*", solid=True)
+        _line(axes, shares, 1 + np.array(ratios), 3, "1 + best R", marker="o", markersize=5, linestyle="none")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        _labels(axes, "The strength that is right", "learning rate η/η*", "1 + R")
+
+    def second(axes: "Axes") -> None:
+        _line(
+            axes, lrs / best_lr, balances, 4, "after 300 steps, no pull", solid=True, marker="o", markersize=4
+        )
+        axes.axhline(0, color=_SOFT, linewidth=0.8)
+        axes.axvline(1, color=_SOFT, linewidth=0.8, linestyle=":", label="η*")
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=0.1)
+        _labels(axes, "Does the next step want a pull?", "learning rate η/η*", "E⟨next gradient, gap⟩ / η")
+
+    rows: list[tuple[str, ...]] = [("η/η*", "R*", "best R")]
+    for share, ratio in zip(shares, ratios, strict=True):
+        rows.append((f"{share:g}", _number(float(share) - 1), _number(ratio)))
+    title = f"R* = η/η* − 1, and the best R: 16 curvatures, {steps:,} steps, β = {rate:g}"
+    return Picture(name="right-ratio", title=title, rows=tuple(rows), panels=(first, second))
 
 
 # --- Convex losses ------------------------------------------------------------------------------------
@@ -383,11 +454,11 @@ def convex(rate: float = 0.1, pull: float = 0.3, paths: int = 200, seed: int = 0
     return Picture(name="bounds", title=title, rows=tuple(rows), panels=(panel,))
 
 
-def logistic(steps: int = 1000, rate: float = 0.02, paths: int = 60, seed: int = 0) -> Picture:
+def logistic(steps: int = 1000, rate: float = 0.02, paths: int = 40, seed: int = 0) -> Picture:
     """Real data: logistic regression on a dataset of scikit-learn, over the learning rate."""
     loss = breast_cancer()
     best = float(loss.value(loss.optimum))
-    lrs = np.geomspace(0.02, 5.0, 9)
+    lrs = np.geomspace(0.08, 4.0, 13)
     start = np.zeros(loss.features.shape[1])
     curves: dict[str, list[float]] = {
         "live": [],
@@ -416,6 +487,7 @@ def logistic(steps: int = 1000, rate: float = 0.02, paths: int = 60, seed: int =
     rows: list[tuple[str, ...]] = [("lr", *curves)]
     for i, lr in enumerate(lrs):
         rows.append((_number(float(lr)), *(_number(values[i]) for values in curves.values())))
+    rows.append(("least", *(_number(min(values)) for values in curves.values())))
     title = "Logistic regression, breast cancer data of scikit-learn"
     return Picture(name="logistic", title=title, rows=tuple(rows), panels=(panel,))
 
@@ -438,6 +510,7 @@ ALL: Sequence[Callable[[], Picture]] = (
     limiting_errors,
     equal_speed,
     basin,
+    right_ratio,
     convex,
     logistic,
 )

@@ -1,107 +1,177 @@
 """Advice on runs that were made: what the pull did in them, and what theory says about it."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from paceline.control.advice import Situation, advise
 from paceline.control.family import right_strength
 from paceline.experiments.config import ConfigError
-from paceline.experiments.report.results import Outcomes, Result, find_runs, is_pace, read_run
+from paceline.experiments.report.results import Outcomes, Result, differences, find_runs, is_pace, read_run
 
 
-def advise_on(folders: Iterable[Path]) -> list[str]:
-    """For the folders of runs, or of a comparison: a line for each learning rate, and what to change."""
+def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> list[str]:
+    """For the folders of runs, or of a comparison: what the pull did in each, and what to change.
+
+    `best_lr` is that of AdamW with an average; without it, it is looked for among the runs.
+    """
     results = [result for folder in find_runs(folders) if (result := read_run(folder)) is not None]
     pulled = [result for result in results if result.pull]
     if not pulled:
         raise ConfigError(
             "none of these runs has readings of the pull; train with PACE and --telemetry-every 40"
         )
+    if unlike := differences(results):
+        name, values = next(iter(unlike.items()))
+        raise ConfigError(
+            f"these runs differ in {name} ({', '.join(values)[:120]}); give those that are alike"
+        )
     outcomes = Outcomes(tuple(results))
-    plain = _plain_method(outcomes)
-    best = outcomes.best_lr(plain) if plain else None
-    lines = []
-    if plain and best is not None:
-        edge = best in (outcomes.lrs[0], outcomes.lrs[-1])
+    plain = _plain_methods(outcomes)
+    lines = (
+        _about_all(outcomes, plain) if best_lr is None else [f"Taken as the best learning rate: {best_lr:g}."]
+    )
+    if best_lr is None and plain:
+        best_lr = outcomes.best_lr(_lowest(outcomes, plain))
+    if best_lr is None:
         lines.append(
-            f"Without a pull, {plain} is best at lr {best:g}"
+            "Whether a pull can help depends on where AdamW is best: compare (paceline compare), or say it "
+            "with --best-lr."
+        )
+    kinds: dict[tuple[str, str, float], list[Result]] = {}
+    for result in pulled:
+        kinds.setdefault((result.config["optimizer"], result.config["schedule"], result.lr), []).append(
+            result
+        )
+    for (optimizer, schedule, lr), runs in sorted(kinds.items(), key=lambda item: item[0][2]):
+        lines += ["", _title(lr, optimizer, schedule, runs)]
+        lines += [f"  {line}" for line in advise(situation_of(runs, best_lr))]
+        lines += [f"  {line}" for line in _seen(lr, runs, outcomes, plain, best_lr)]
+    return [*lines, "", "Theory of slow changes on a quadratic: try what it says before you trust it."]
+
+
+def _about_all(outcomes: Outcomes, plain: Mapping[str, str]) -> list[str]:
+    """Where AdamW's averages are best, and what is best of all."""
+    lines = []
+    if plain:
+        method = _lowest(outcomes, plain)
+        lr = outcomes.best_lr(method)
+        tried = [rate for rate in outcomes.lrs if outcomes.losses(method, rate)]
+        edge = lr in (tried[0], tried[-1])
+        lines.append(
+            f"Without a pull, {method} is best at lr {lr:g}"
             + (", the edge of what was tried: the true best may lie beyond." if edge else ".")
         )
-    for lr in sorted({result.lr for result in pulled}):
-        lines.append("")
-        lines += _at(lr, [r for r in pulled if r.lr == lr], outcomes, plain, best)
-    lines += [
-        "",
-        "A strength named here follows from slow changes on a quadratic. Try it before you trust it.",
-    ]
+    ends = {}
+    for method in outcomes.methods:
+        rate = outcomes.best_lr(method)
+        mean = None if rate is None else outcomes.mean(method, rate)
+        if rate is not None and mean is not None:
+            ends[method] = (mean, rate)
+    if len(ends) > 1:
+        best = min(ends, key=lambda name: ends[name])
+        lines.append(f"Best of all: {best} at lr {ends[best][1]:g}, {ends[best][0]:.3f}.")
     return lines
 
 
-def _plain_method(outcomes: Outcomes) -> str | None:
-    """The method without a pull that came out lowest at its best rate; a constant rate and an average."""
-    found: dict[str, float] = {}
+def _plain_methods(outcomes: Outcomes) -> dict[str, str]:
+    """Averages of AdamW at a constant rate: method, and which average it is."""
+    found = {}
     for method in outcomes.methods:
         runs = [r for r in outcomes.results if method in r.returned]
-        ok = all(r.config["optimizer"].partition(":")[0] == "adamw" for r in runs)
-        ok = ok and all(r.config["schedule"] == "constant" for r in runs)
-        lr = outcomes.best_lr(method) if ok else None
-        mean = outcomes.mean(method, lr) if lr is not None else None
-        if mean is not None and any(r.returned[method] != "live" for r in runs):
-            found[method] = mean
-    return min(found, key=found.__getitem__) if found else None
+        adamw = all(r.config["optimizer"].partition(":")[0] == "adamw" for r in runs)
+        constant = all(r.config["schedule"] == "constant" for r in runs)
+        average = average_of(runs[0], method)
+        if adamw and constant and average is not None and outcomes.best_lr(method) is not None:
+            found[method] = average
+    return found
 
 
-def _at(
-    lr: float, runs: list[Result], outcomes: Outcomes, plain: str | None, best: float | None
-) -> list[str]:
-    situation = situation_of(runs[0], best)
-    low, high = (statistics.fmean(r.pull[-1][f"ratio/{q}"] for r in runs) for q in ("q10", "q90"))
-    lines = [f"lr {lr:g}: R between {low:.2g} and {high:.2g} for most coordinates at the end."]
-    lines += [f"  {line}" for line in advise(situation)]
-    if plain and best is not None:
-        lines += [f"  {line}" for line in _seen(lr, outcomes, plain, best)]
-    return lines
+def _lowest(outcomes: Outcomes, methods: Iterable[str]) -> str:
+    def end(method: str) -> float:
+        lr = outcomes.best_lr(method)
+        mean = None if lr is None else outcomes.mean(method, lr)
+        return float("inf") if mean is None else mean
+
+    return min(methods, key=end)
 
 
-def situation_of(run: Result, best: float | None) -> Situation:
-    """A run of PACE at its last reading; its typical coordinate is the median one."""
-    last = run.pull[-1]
-    strength = _setting(run, "pullback_strength", 3e-3)
-    lr, ratio = float(last["lr"]), float(last["ratio/q50"])
-    return Situation(
-        lr=lr,
-        steps=int(last["t"]),
-        root=lr * strength / max(ratio, 1e-30),
-        strength=strength,
-        ema_power=_setting(run, "ema_power", 0.5),
-        best_lr=best,
+def average_of(run: Result, method: str) -> str | None:
+    """Which average a method of a run returns, as in power:0.5; None: the live weights."""
+    weights = run.returned[method]
+    if weights == "live":
+        return None
+    for text in run.config["averages"]:
+        name, _, spec = text.rpartition("=")
+        if weights == (name or text.replace(":", "_").replace(".", "_").replace(",", "_")):
+            return str(spec)
+    power = _setting(run, "return_power", None)
+    return f"power:{_setting(run, 'ema_power', 0.5) if power is None else power:g}"
+
+
+def _title(lr: float, optimizer: str, schedule: str, runs: list[Result]) -> str:
+    when = "at the end" if all(r.outcome == "finished" for r in runs) else "so far"
+    if schedule != "constant":
+        when = "at the full learning rate"
+    last = [_reading(run) for run in runs]
+    low, high, held = (
+        statistics.fmean(reading[name] for reading in last)
+        for name in ("ratio/q10", "ratio/q90", "saturated")
+    )
+    name = optimizer if schedule == "constant" else f"{optimizer}, {schedule}"
+    return (
+        f"lr {lr:g}, {name}: R between {low:.2g} and {high:.2g} for most coordinates {when}; "
+        f"{100 * held:.2g} % are pulled back to the average before each step."
     )
 
 
-def _setting(run: Result, name: str, default: float) -> float:
+def _reading(run: Result) -> Mapping[str, float]:
+    """The last reading at the full learning rate: where a rate decays, the pull decays with it."""
+    full = 0.9 * max(reading["lr"] for reading in run.pull)
+    return next(reading for reading in reversed(run.pull) if reading["lr"] >= full)
+
+
+def situation_of(runs: list[Result], best_lr: float | None) -> Situation:
+    """Runs that differ in their seeds only; their typical coordinate is the median one."""
+    last = [_reading(run) for run in runs]
+    return Situation(
+        lr=runs[0].lr,
+        steps=int(last[0]["t"]),
+        ratio=max(statistics.fmean(reading["ratio/q50"] for reading in last), -0.99),
+        ema_power=float(_setting(runs[0], "ema_power", 0.5) or 0.0),
+        best_lr=best_lr,
+    )
+
+
+def _setting(run: Result, name: str, default: float | None) -> float | None:
     for part in run.config["optimizer"].partition(":")[2].split(","):
         key, _, value = part.partition("=")
         if key.strip() == name:
-            return float(value)
+            return None if value.strip() in ("None", "null", "none") else float(value)
     return default
 
 
-def _seen(lr: float, outcomes: Outcomes, plain: str, best: float) -> list[str]:
-    """What the runs showed, beside what was to be expected."""
-    without = outcomes.mean(plain, lr)
+def _seen(
+    lr: float, runs: list[Result], outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None
+) -> list[str]:
+    """What the runs showed, beside what was to be expected; like averages are compared."""
+    if not plain or best_lr is None:
+        return []
+    right = float(right_strength(lr, best_lr))
+    expected = "a gain" if right > 0.25 else "no gain"
     lines = []
-    for method in outcomes.methods:
-        constant = all(r.config["schedule"] == "constant" for r in outcomes.results if method in r.returned)
+    for method in runs[0].returned:
         loss = outcomes.mean(method, lr)
-        if not is_pace(method) or not constant or loss is None:
+        if not is_pace(method) or loss is None:
             continue
-        if without is None:
-            lines.append(f"Seen: {plain} diverged, {method} came to {loss:.3f}.")
-            continue
-        right = float(right_strength(lr, best))
-        expected = "a gain" if right > 0.25 else "no gain"
-        lines.append(
-            f"Expected: {expected}. Seen: {method} {loss:.3f}, {plain} {without:.3f}, {loss - without:+.3f}."
-        )
+        alike = [name for name, average in plain.items() if average == average_of(runs[0], method)]
+        other = alike[0] if alike else _lowest(outcomes, plain)
+        without = outcomes.mean(other, lr)
+        if without is not None:
+            seen = f"{method} {loss:.3f}, {other} {without:.3f}, {loss - without:+.3f}"
+        elif outcomes.losses(other, lr):
+            seen = f"{method} {loss:.3f}, {other} diverged"
+        else:
+            seen = f"{method} {loss:.3f}; {other} was not run at this rate"
+        lines.append(f"Expected: {expected}. Seen: {seen}.")
     return lines
