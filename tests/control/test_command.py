@@ -57,8 +57,7 @@ def test_a_part_prints_its_numbers_and_draws_a_picture(arguments, name, number, 
     ],
 )
 def test_bad_input_is_answered_in_one_line(arguments, text, tmp_path, capsys):
-    out = [] if arguments[0] == "advise" else ["--out", str(tmp_path)]
-    assert main(["theory", *arguments, *out]) != 0
+    assert main(["theory", *arguments, "--out", str(tmp_path)]) != 0
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
 
@@ -66,8 +65,9 @@ def test_bad_input_is_answered_in_one_line(arguments, text, tmp_path, capsys):
 # --- Advice -------------------------------------------------------------------------------------------
 
 
-def test_advice_on_a_real_comparison_agrees_with_what_its_runs_showed(capsys):
-    assert main(["theory", "advise", str(COMPARISON)]) == 0
+def test_advice_on_a_real_comparison_agrees_with_what_its_runs_showed(tmp_path, capsys):
+    assert main(["theory", "advise", str(COMPARISON), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "advice.png").stat().st_size > 20_000
     text = capsys.readouterr().out
     assert "AdamW · long EMA is best at lr 0.002." in text
     assert "Best of all: AdamW WSD at lr 0.002, 3.339." in text
@@ -89,19 +89,20 @@ def test_advice_needs_readings_of_the_pull(capsys):
     assert "--telemetry-every" in capsys.readouterr().err
 
 
-def test_advice_on_one_run_says_what_it_does_not_know(capsys):
+def test_advice_on_one_run_says_what_it_does_not_know(tmp_path, capsys):
+    out = ["--out", str(tmp_path)]
     folder = next((COMPARISON / "runs").glob("pace-constant-lr-0.004-seed-42*"))
-    assert main(["theory", "advise", str(folder)]) == 0
+    assert main(["theory", "advise", str(folder), *out]) == 0
     text = capsys.readouterr().out
     assert "--best-lr" in text and "Expected" not in text
-    assert main(["theory", "advise", str(folder), "--best-lr", "1e-3"]) == 0
+    assert main(["theory", "advise", str(folder), "--best-lr", "1e-3", *out]) == 0
     assert "4 times the best one. Lower it to 0.001" in capsys.readouterr().out
 
 
-def test_advice_tells_runs_that_were_not_made_from_runs_that_diverged(capsys):
+def test_advice_tells_runs_that_were_not_made_from_runs_that_diverged(tmp_path, capsys):
     runs = COMPARISON / "runs"
     folders = [*runs.glob("pace-constant-lr-0.004*"), *runs.glob("adamw-constant-lr-0.002*")]
-    assert main(["theory", "advise", *map(str, folders)]) == 0
+    assert main(["theory", "advise", *map(str, folders), "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "was not run at this rate" in text and "diverged" not in text and "edge of what was tried" in text
 
@@ -145,13 +146,16 @@ def _run(folder: Path, readings: list[dict[str, float]], outcome: str = "finishe
     ],
 )
 def test_advice_on_other_runs_of_pace(config, readings, text, tmp_path):
-    assert text in "\n".join(advise_on([_run(tmp_path / "run", readings, **config)], 2e-3))
+    lines, picture = advise_on([_run(tmp_path / "run", readings, **config)], 2e-3)
+    assert text in "\n".join(lines)
+    picture.draw(tmp_path / "advice.png")
+    assert picture.rows[1][-1] == "1"  # R*
 
 
 def test_runs_of_different_strength_are_kept_apart_and_unlike_ones_refused(tmp_path):
     first = _run(tmp_path / "a", [READING])
     second = _run(tmp_path / "b", [READING | {"ratio/q50": 2.0}], "stopped", optimizer="pace:ema_power=0.7")
-    lines = "\n".join(advise_on([first, second]))
+    lines = "\n".join(advise_on([first, second])[0])
     assert "R = 0.4 for" in lines and "R = 2 for" in lines and "so far" in lines
     third = _run(tmp_path / "c", [READING], model="gpt:12m")
     with pytest.raises(ConfigError, match="differ in model"):

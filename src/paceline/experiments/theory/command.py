@@ -32,7 +32,7 @@ EXAMPLES = """examples:
   paceline theory figures --out theory
       half a minute; then open theory/index.html
 
-Each prints its numbers and, but for advise, draws a picture into the folder --out [theory]."""
+Each prints its numbers, and draws a picture into the folder --out [theory]."""
 
 # part → flag → kind and meaning; defaults are those of the pictures
 _FLAGS: dict[str, dict[str, tuple[type, str]]] = {
@@ -70,7 +70,6 @@ def add(parser: argparse.ArgumentParser, kind: type[argparse.ArgumentParser]) ->
             made.add_argument("runs", nargs="+", type=Path, help="folders of runs, or that of a comparison")
             text = "where AdamW with an average is best; without it, looked for among the runs"
             made.add_argument("--best-lr", type=float, metavar="X", help=text)
-            continue
         made.add_argument("--out", type=Path, default=Path("theory"), metavar="FOLDER", help="[theory]")
         if name == "simulate":
             text = "controllers of an unknown optimum, or the update on real data [diffusion]"
@@ -84,8 +83,10 @@ def run(options: argparse.Namespace, say: Say) -> int:
     if options.part == "advise":
         from paceline.experiments.theory.runs import advise_on
 
-        for line in advise_on(options.runs, options.best_lr):
+        lines, picture = advise_on(options.runs, options.best_lr)
+        for line in lines:
             say(line)
+        _write(picture, options.out, say)
         return 0
     from paceline.experiments.theory import pictures
     from paceline.experiments.theory.page import page

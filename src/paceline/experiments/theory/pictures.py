@@ -56,13 +56,15 @@ class Picture:
         ]
 
 
-def _labels(axes: "Axes", title: str, x: str, y: str) -> None:
+def labels(axes: "Axes", title: str, x: str, y: str) -> None:
+    """Of a panel and its axes."""
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=_INK)
     axes.set_xlabel(x, fontsize=9, color=_INK)
     axes.set_ylabel(y, fontsize=9, color=_INK)
 
 
-def _line(axes: "Axes", x: Any, y: Any, i: int, label: str, *, solid: bool = False, **more: Any) -> None:
+def line(axes: "Axes", x: Any, y: Any, i: int, label: str, *, solid: bool = False, **more: Any) -> None:
+    """A line in the colour and dashes of method i."""
     look = style(i)
     dashes: dict[str, Any] = {"dashes": look.dashes} if look.dashes and not solid else {}
     dashes = {} if "linestyle" in more else dashes
@@ -85,17 +87,17 @@ def gains_over_time(curvature: float = 1.0, penalty: float = 0.01, horizon: floa
     practical = float(gains.practical_gain(curvature, penalty, horizon))
 
     def first(axes: "Axes") -> None:
-        _line(axes, times / horizon, exact.toward, 3, "exact, k_x", solid=True)
-        _line(axes, times / horizon, np.full_like(times, practical), 1, "practical, 1/(T(1 + λα²T))")
+        line(axes, times / horizon, exact.toward, 3, "exact, k_x", solid=True)
+        line(axes, times / horizon, np.full_like(times, practical), 1, "practical, 1/(T(1 + λα²T))")
         axes.set_ylim(bottom=0)
-        _labels(axes, "Pull toward the optimum", "time t/T", "gain on μ − θ")
+        labels(axes, "Pull toward the optimum", "time t/T", "gain on μ − θ")
 
     def second(axes: "Axes") -> None:
-        _line(axes, times / horizon, exact.toward, 3, "returned: the mean of the weights", solid=True)
-        _line(axes, times / horizon, relaxed, 4, "relaxed: every weight on its own")
+        line(axes, times / horizon, exact.toward, 3, "returned: the mean of the weights", solid=True)
+        line(axes, times / horizon, relaxed, 4, "relaxed: every weight on its own")
         axes.set_yscale("log")
         axes.set_ylim(bottom=float(exact.toward[0]) / 10)  # both end at 0
-        _labels(axes, "Two objectives, two controllers", "time t/T", "gain on μ − θ")
+        labels(axes, "Two objectives, two controllers", "time t/T", "gain on μ − θ")
 
     rows: list[tuple[str, ...]] = [("t/T", "k_x", "k_y t", "relaxed", "practical")]
     for share in (0.0, 0.25, 0.5, 0.75, 0.9):
@@ -112,12 +114,12 @@ def _as_printed(axes: "Axes") -> None:
     curvature, penalty, horizon = 1.0, 1e-3, 4.0
     times = np.linspace(0.7, 1, 600) * horizon
     exact = gains.original_gains(curvature, penalty, horizon, times).toward
-    _line(axes, times / horizon, exact, 3, "exact", solid=True)
-    _line(axes, times / horizon, _printed_gain(curvature, penalty, horizon, times), 5, "as printed (E10)")
+    line(axes, times / horizon, exact, 3, "exact", solid=True)
+    line(axes, times / horizon, _printed_gain(curvature, penalty, horizon, times), 5, "as printed (E10)")
     top = 1.6 * float(np.max(exact))
     axes.set_ylim(-top, top)
     axes.axhline(0, color=_SOFT, linewidth=0.8)
-    _labels(axes, "Printed, it changes sign: α = 1, T = 4, λ = .001", "time t/T", "gain on μ − θ")
+    labels(axes, "Printed, it changes sign: α = 1, T = 4, λ = .001", "time t/T", "gain on μ − θ")
 
 
 def _printed_gain(curvature: float, penalty: float, horizon: float, times: Array) -> Array:
@@ -139,12 +141,12 @@ def practical_range(penalty: float = 1e-6) -> Picture:
     corrected = exact[enough] / gains.original_gain_far(products[enough], penalty, 1.0)
 
     def panel(axes: "Axes") -> None:
-        _line(axes, products, ratio, 3, "exact / practical")
-        _line(axes, products[enough], corrected, 4, "exact / practical with its −3/(2α) kept")
+        line(axes, products, ratio, 3, "exact / practical")
+        line(axes, products[enough], corrected, 4, "exact / practical with its −3/(2α) kept")
         axes.axhline(1, color=_SOFT, linewidth=0.8)
         axes.set_xscale("log")
         axes.set_ylim(0, 3.2)
-        _labels(axes, "How far the practical gain is off at t = 0", "curvature × horizon αT", "ratio")
+        labels(axes, "How far the practical gain is off at t = 0", "curvature × horizon αT", "ratio")
 
     rows: list[tuple[str, ...]] = [("αT", "exact/practical", "with −3/(2α)")]
     for product in (2.0, 5.0, 10.0, 30.0, 100.0):
@@ -206,7 +208,7 @@ def controllers(
         )
         axes.set_yticks(range(len(points) - 2), [name.replace(": ", ":\n") for name, _, _ in points[1:-1]])
         axes.set_ylim(len(points) - 1.3, -0.8)
-        _labels(axes, "What control changes", "squared error less that without control, ± 2 s.e.", "")
+        labels(axes, "What control changes", "squared error less that without control, ± 2 s.e.", "")
 
     return Picture(
         name="controllers",
@@ -238,7 +240,7 @@ def _sample_paths(problem: simulate.Diffusion) -> Callable[["Axes"], None]:
             colour = style(3 * i).on_light  # dashes would be lost in so rough a line
             axes.plot(times, seen, color=colour, linewidth=1.2, label=name)
         axes.axhline(0, color=_SOFT, linewidth=0.8)
-        _labels(axes, "One path, the same noise", "time t", "weight θ, optimum 0")
+        labels(axes, "One path, the same noise", "time t", "weight θ, optimum 0")
 
     return panel
 
@@ -254,21 +256,21 @@ def limiting_errors(speed: float = 0.1, rate: float = 0.05) -> Picture:
     def errors(axes: "Axes") -> None:
         for i, variant in enumerate(VARIANTS):
             values = [float(limits.limiting_error(speed, rate, c, variant=variant)) for c in pulls]
-            _line(axes, pulls, values, i + 1, variant)
+            line(axes, pulls, values, i + 1, variant)
         axes.axhline(
             float(limits.sgd_error(speed)), color=_SOFT, linewidth=1, linestyle=":", label="SGD, live"
         )
         axes.set_yscale("log")
         axes.set_ylim(bottom=float(limits.least_limiting_error(speed, rate)) / 3)
-        _labels(axes, "Final error of the average", "pull c", "E[average²] / η²σ²")
+        labels(axes, "Final error of the average", "pull c", "E[average²] / η²σ²")
 
     def speeds(axes: "Axes") -> None:
         for i, variant in enumerate(VARIANTS):
             radii = np.array([limits.spectral_radius(speed, rate, c, variant) for c in pulls])
             with np.errstate(divide="ignore"):
-                _line(axes, pulls, -1 / np.log(np.minimum(radii, 1 - 1e-6)), i + 1, variant)
+                line(axes, pulls, -1 / np.log(np.minimum(radii, 1 - 1e-6)), i + 1, variant)
         axes.set_yscale("log")
-        _labels(axes, "How long an old error lives", "pull c", "steps to fall by a factor e")
+        labels(axes, "How long an old error lives", "pull c", "steps to fall by a factor e")
 
     rows: list[tuple[str, ...]] = [("c", "pre", "/ EMA's", "slope", "radius", *VARIANTS[1:])]
     for c in (0.0, 0.05, 0.1, 0.3, 0.5, 1.0):
@@ -295,11 +297,11 @@ def equal_speed(radius: float = 0.99) -> Picture:
     plain = a**2 * float(limits.sgd_error(a))
 
     def panel(axes: "Axes") -> None:
-        _line(axes, pulls, values, 3, "least error over η and β", solid=True, marker="o", markersize=4)
+        line(axes, pulls, values, 3, "least error over η and β", solid=True, marker="o", markersize=4)
         axes.axhline(plain, color=_SOFT, linewidth=1, linestyle=":", label="SGD, live")
         axes.set_xscale("symlog", linthresh=1e-3)
         axes.set_ylim(0, 1.15 * plain)
-        _labels(
+        labels(
             axes,
             f"Spectral radius {radius:g}",
             "pull c (0 is drawn at the left edge)",
@@ -353,11 +355,11 @@ def basin(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start: floa
 
     def panel(axes: "Axes") -> None:
         for i, (name, losses) in enumerate(values.items()):
-            _line(axes, lrs, losses, i, name)
+            line(axes, lrs, losses, i, name)
         axes.set_xscale("log")
         axes.set_yscale("log")
         title = f"After {steps:,} steps on 16 curvatures"
-        _labels(axes, title, "learning rate η", "expected loss of what is returned")
+        labels(axes, title, "learning rate η", "expected loss of what is returned")
 
     rows: list[tuple[str, ...]] = [("method", "least loss", "at lr", "at 3x that lr", "at a third")]
     for name, losses in values.items():
@@ -397,21 +399,21 @@ def right_ratio(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start
     balances = [balance(float(lr)) for lr in lrs]
 
     def first(axes: "Axes") -> None:
-        _line(axes, shares, 1 + right_strength(shares, 1.0), 0, "1 + R*", solid=True)
-        _line(axes, shares, 1 + np.array(ratios), 3, "1 + best R", marker="o", markersize=5, linestyle="none")
+        line(axes, shares, 1 + right_strength(shares, 1.0), 0, "1 + R*", solid=True)
+        line(axes, shares, 1 + np.array(ratios), 3, "1 + best R", marker="o", markersize=5, linestyle="none")
         axes.set_xscale("log")
         axes.set_yscale("log")
-        _labels(axes, "The strength that is right", "learning rate η/η*", "1 + R")
+        labels(axes, "The strength that is right", "learning rate η/η*", "1 + R")
 
     def second(axes: "Axes") -> None:
-        _line(
+        line(
             axes, lrs / best_lr, balances, 4, "after 300 steps, no pull", solid=True, marker="o", markersize=4
         )
         axes.axhline(0, color=_SOFT, linewidth=0.8)
         axes.axvline(1, color=_SOFT, linewidth=0.8, linestyle=":", label="η*")
         axes.set_xscale("log")
         axes.set_yscale("symlog", linthresh=0.1)
-        _labels(axes, "Does the next step want a pull?", "learning rate η/η*", "E⟨next gradient, gap⟩ / η")
+        labels(axes, "Does the next step want a pull?", "learning rate η/η*", "E⟨next gradient, gap⟩ / η")
 
     rows: list[tuple[str, ...]] = [("η/η*", "R*", "best R")]
     for share, ratio in zip(shares, ratios, strict=True):
@@ -443,12 +445,12 @@ def convex(rate: float = 0.1, pull: float = 0.3, paths: int = 200, seed: int = 0
         rows.append((f"{steps}", *map(_number, values)))
 
     def panel(axes: "Axes") -> None:
-        _line(axes, counts, measured, 3, "measured, flat mean", marker="o", markersize=4)
-        _line(axes, counts, tight, 4, "tight bound")
-        _line(axes, counts, loose, 5, "loose bound, √(2 − β)/β")
+        line(axes, counts, measured, 3, "measured, flat mean", marker="o", markersize=4)
+        line(axes, counts, tight, 4, "tight bound")
+        line(axes, counts, loose, 5, "loose bound, √(2 − β)/β")
         axes.set_xscale("log")
         axes.set_yscale("log")
-        _labels(axes, f"mean |a·θ − b|, β = {rate:g}, c = {pull:g}", "steps T", "loss over the least")
+        labels(axes, f"mean |a·θ − b|, β = {rate:g}, c = {pull:g}", "steps T", "loss over the least")
 
     title = "Guaranteed for every convex loss, and measured on one"
     return Picture(name="bounds", title=title, rows=tuple(rows), panels=(panel,))
@@ -479,10 +481,10 @@ def logistic(steps: int = 1000, rate: float = 0.02, paths: int = 40, seed: int =
 
     def panel(axes: "Axes") -> None:
         for i, (name, values) in enumerate(curves.items()):
-            _line(axes, lrs, values, i, name, marker="o", markersize=3.5)
+            line(axes, lrs, values, i, name, marker="o", markersize=3.5)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        _labels(axes, f"After {steps:,} steps of 8 samples", "learning rate η", "loss over the least")
+        labels(axes, f"After {steps:,} steps of 8 samples", "learning rate η", "loss over the least")
 
     rows: list[tuple[str, ...]] = [("lr", *curves)]
     for i, lr in enumerate(lrs):

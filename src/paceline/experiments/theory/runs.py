@@ -3,15 +3,24 @@
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.control.advice import Situation, advise
 from paceline.control.family import right_strength
 from paceline.experiments.config import ConfigError
+from paceline.experiments.report.palette import style
 from paceline.experiments.report.results import Outcomes, Result, differences, find_runs, is_pace, read_run
+from paceline.experiments.theory.pictures import Picture, labels, line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Kind = tuple[str, str, float]
+"""Optimizer, schedule and learning rate: runs of one kind differ in their seeds only."""
 
 
-def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> list[str]:
-    """For the folders of runs, or of a comparison: what the pull did in each, and what to change.
+def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> tuple[list[str], Picture]:
+    """For the folders of runs, or of a comparison: what the pull did in each, what to change, and a picture.
 
     `best_lr` is that of AdamW with an average; without it, it is looked for among the runs.
     """
@@ -38,7 +47,7 @@ def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> list[str
             "Whether a pull can help depends on where AdamW is best: compare (paceline compare), or say it "
             "with --best-lr."
         )
-    kinds: dict[tuple[str, str, float], list[Result]] = {}
+    kinds: dict[Kind, list[Result]] = {}
     for result in pulled:
         kinds.setdefault((result.config["optimizer"], result.config["schedule"], result.lr), []).append(
             result
@@ -47,7 +56,65 @@ def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> list[str
         lines += ["", _title(lr, optimizer, schedule, runs)]
         lines += [f"  {line}" for line in advise(situation_of(runs, best_lr))]
         lines += [f"  {line}" for line in _seen(lr, runs, outcomes, plain, best_lr)]
-    return [*lines, "", "Theory of slow changes on a quadratic: try what it says before you trust it."]
+    lines += ["", "Theory of slow changes on a quadratic: try what it says before you trust it."]
+    return lines, _picture(kinds, outcomes, plain, best_lr)
+
+
+def _picture(
+    kinds: Mapping[Kind, list[Result]], outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None
+) -> Picture:
+    """R as it was and as it should have been, and what came of it, over the learning rate."""
+    rows: list[tuple[str, ...]] = [("lr", "optimizer", "R, tenth", "median", "nine tenths", "R*")]
+    seen: dict[str, list[tuple[float, float, float, float]]] = {}
+    for (optimizer, schedule, lr), runs in sorted(kinds.items(), key=lambda item: item[0][2]):
+        name = optimizer if schedule == "constant" else f"{optimizer}, {schedule}"
+        readings = [_reading(run) for run in runs]
+        low, middle, high = (
+            statistics.fmean(reading[f"ratio/{q}"] for reading in readings) for q in ("q10", "q50", "q90")
+        )
+        seen.setdefault(name, []).append((lr, low, middle, high))
+        right = "" if best_lr is None else f"{float(right_strength(lr, best_lr)):.3g}"
+        rows.append((f"{lr:g}", name, *(f"{value:.3g}" for value in (low, middle, high)), right))
+
+    def ratios(axes: "Axes") -> None:
+        for i, (name, points) in enumerate(seen.items()):
+            x, low, middle, high = (list(column) for column in zip(*points, strict=True))
+            below = [max(m - a, 0.0) for m, a in zip(middle, low, strict=True)]
+            above = [max(b - m, 0.0) for m, b in zip(middle, high, strict=True)]
+            axes.errorbar(
+                x, middle, yerr=[below, above], fmt="o", capsize=3, color=style(3 + i).on_light, label=name
+            )
+        if best_lr is not None:
+            line(
+                axes, outcomes.lrs, [lr / best_lr - 1 for lr in outcomes.lrs], 0, "R* = η/η* − 1", solid=True
+            )
+        _rates(axes, outcomes)
+        axes.set_yscale("symlog", linthresh=0.1)
+        labels(axes, "Strength of the pull", "learning rate", "R: median, and eight tenths of coordinates")
+
+    def losses(axes: "Axes") -> None:
+        names = [name for name in outcomes.methods if name in plain or is_pace(name)]
+        for i, name in enumerate(names):
+            points = [(lr, mean) for lr in outcomes.lrs if (mean := outcomes.mean(name, lr)) is not None]
+            line(
+                axes,
+                [lr for lr, _ in points],
+                [loss for _, loss in points],
+                i,
+                name,
+                marker="o",
+                markersize=4,
+            )
+        axes.set_xscale("log")
+        labels(axes, "What came of it", "learning rate", "held-out loss, mean over seeds")
+
+    return Picture(name="advice", title="The pull in these runs", rows=tuple(rows), panels=(ratios, losses))
+
+
+def _rates(axes: "Axes", outcomes: Outcomes) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(outcomes.lrs, [f"{lr:g}" for lr in outcomes.lrs])
+    axes.minorticks_off()
 
 
 def _about_all(outcomes: Outcomes, plain: Mapping[str, str]) -> list[str]:
