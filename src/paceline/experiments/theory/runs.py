@@ -105,7 +105,7 @@ def _picture(
                 marker="o",
                 markersize=4,
             )
-        axes.set_xscale("log")
+        _rates(axes, outcomes)
         labels(axes, "What came of it", "learning rate", "held-out loss, mean over seeds")
 
     return Picture(name="advice", title="The pull in these runs", rows=tuple(rows), panels=(ratios, losses))
