@@ -130,6 +130,14 @@ def temporary_in(folder):
 # --- F2: SIGKILL inside a save ----------------------------------------------------------------------
 
 
+def test_half_a_tokenizer_of_a_killed_run_is_cleared_away(attempt):
+    half = attempt.folder / ".tmp-0123"
+    half.mkdir(parents=True)
+    (half / "tokenizer.json").write_text("{")
+    assert attempt().code == 0
+    assert not list(attempt.folder.rglob(".tmp-*")) and (attempt.folder / "tokenizer").is_dir()
+
+
 def test_a_kill_at_any_call_of_a_save_leaves_the_checkpoint_before_or_after(tmp_path):
     from paceline.lm.files import remove_temporary
 

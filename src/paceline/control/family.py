@@ -78,15 +78,18 @@ def schedule_free_error(
     share = 1 - float(number("beta", beta, "0 <= beta < 1", lambda x: (x >= 0) & (x < 1)))
     a = float(positive("lr", lr)) * float(positive("curvature", curvature))
     whole("steps", steps, 0)
-    mean, spread = np.full(2, float(finite("start", start))), np.zeros((2, 2))  # of (z, x)
+    own, other = 1 - a * share, -a * (1 - share)  # z' = own · z + other · x − ηξ
+    z = x = one("start", finite("start", start))
+    zz = zx = xx = 0.0  # covariances, in η²σ²
     for t in range(1, steps + 1):
-        z = np.array([1 - a * share, -a * (1 - share)])
         weight = 1 / t
-        x = (1 - weight) * np.array([0.0, 1.0]) + weight * z
-        kick = np.array([-1.0, -weight])
-        move = np.array([z, x])
-        mean, spread = move @ mean, move @ spread @ move.T + np.outer(kick, kick)
-    return float(mean[1] ** 2 + float(not_negative("noise", noise)) * spread[1, 1])
+        z = own * z + other * x
+        x += weight * (z - x)
+        across = own * zx + other * xx  # of the new z and the old x
+        zz = own**2 * zz + 2 * own * other * zx + other**2 * xx + 1
+        xx = (1 - weight) ** 2 * xx + 2 * weight * (1 - weight) * across + weight**2 * zz
+        zx = (1 - weight) * across + weight * zz
+    return x**2 + one("noise", not_negative("noise", noise)) * xx
 
 
 # --- What the pull does to the learning rate -----------------------------------------------------------

@@ -77,7 +77,8 @@ def execute(run: Run, folder: Path, tell: Callable[[str], None]) -> Iterator[Eve
     with locked(folder):
         checkpoints = folder / "checkpoints"
         checkpoints.mkdir(exist_ok=True)
-        remove_temporary(checkpoints)
+        for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
+            remove_temporary(place)
         saved, problems = checkpoint.newest(checkpoints)
         if problems and saved is None:
             raise ValueError(f"{problems[0]}; there is no other to go on from (to begin anew, move it away)")
