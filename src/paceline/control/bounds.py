@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import Array, finite, not_negative, number, positive, require, whole
+from paceline.control.checks import Array, finite, fraction, not_negative, number, positive, require, whole
 
 
 class Tuned(NamedTuple):
@@ -24,7 +24,7 @@ def _constants(
     pull: ArrayLike, rate: float, lipschitz: float, sigma: float, distance: ArrayLike
 ) -> tuple[float, float, float, float, float]:
     c = np.atleast_1d(number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))
-    beta = float(number("rate", rate, "0 < rate < 1", lambda x: (x > 0) & (x < 1)))
+    beta = float(fraction("rate", rate))
     g, noise = float(positive("lipschitz", lipschitz)), float(not_negative("sigma", sigma))
     way = np.atleast_1d(finite("distance", distance))
     require(way.shape == c.shape or c.size == 1, "distance", distance, "as many numbers as pull")
@@ -69,7 +69,7 @@ def alike_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
     √(B/β + 2/β − 2/B), B = β + (1 − β)c, so at most √(3/β − 2): the paper's 1/β "likely cannot be improved",
     and can (E27). At β = .01: 17 instead of 141.
     """
-    beta = number("rate", rate, "0 < rate < 1", lambda x: (x > 0) & (x < 1))
+    beta = fraction("rate", rate)
     c = number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1))
     b = beta + (1 - beta) * c
     factor: Array = np.sqrt(b / beta + 2 / beta - 2 / b)

@@ -61,9 +61,14 @@ def not_negative(what: str, value: ArrayLike) -> Array:
     return number(what, value, "a finite number >= 0", lambda x: x >= 0)
 
 
-def rate(value: ArrayLike) -> Array:
+def checked_rate(value: ArrayLike) -> Array:
     """An averaging rate."""
     return number("rate", value, "0 < rate <= 1", lambda x: (x > 0) & (x <= 1))
+
+
+def fraction(what: str, value: ArrayLike) -> Array:
+    """A number between 0 and 1, neither of them."""
+    return number(what, value, f"0 < {what} < 1", lambda x: (x > 0) & (x < 1))
 
 
 def time_in(time: ArrayLike, horizon: Array) -> Array:

@@ -17,8 +17,17 @@ from numpy.typing import ArrayLike
 from scipy.optimize import linprog, minimize
 from scipy.special import expit
 
-from paceline.control.checks import Array, finite, not_negative, number, positive, require, symmetric, whole
-from paceline.control.checks import rate as checked_rate
+from paceline.control.checks import (
+    Array,
+    checked_rate,
+    finite,
+    not_negative,
+    number,
+    positive,
+    require,
+    symmetric,
+    whole,
+)
 from paceline.control.recursion import VARIANTS, Variant
 
 # --- The update ---------------------------------------------------------------------------------------

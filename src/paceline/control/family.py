@@ -9,8 +9,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import Array, finite, not_negative, number, one, positive, require, whole
-from paceline.control.checks import rate as checked_rate
+from paceline.control.checks import (
+    Array,
+    checked_rate,
+    finite,
+    fraction,
+    not_negative,
+    number,
+    one,
+    positive,
+    require,
+    whole,
+)
 from paceline.control.recursion import Recursion, stylized
 
 
@@ -61,7 +71,7 @@ def ema_nesterov(lr: float, decay: float, push: float, curvature: float) -> Recu
 
     m = (1 − decay)/decay · (x − E) with E the EMA of x, so this is the reading "lookahead" with a push.
     """
-    gamma = float(number("decay", decay, "0 < decay < 1", lambda x: (x > 0) & (x < 1)))
+    gamma = float(fraction("decay", decay))
     c = -float(not_negative("push", push)) * (1 - gamma) / gamma
     a = float(positive("lr", lr)) * float(positive("curvature", curvature))
     # y = x + c(E − x), so x = (y − cE)/(1 − c).

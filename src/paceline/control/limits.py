@@ -7,8 +7,17 @@ where an array is returned.
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import Array, finite, not_negative, number, one, positive, require
-from paceline.control.checks import rate as checked_rate
+from paceline.control.checks import (
+    Array,
+    checked_rate,
+    finite,
+    fraction,
+    not_negative,
+    number,
+    one,
+    positive,
+    require,
+)
 from paceline.control.recursion import VARIANTS, Variant, stylized
 
 _STABLE = "those of a stable chain, radius < 1"
@@ -102,15 +111,15 @@ def optimal_pull(speed: ArrayLike, rate: ArrayLike, *, clipped: bool = True) -> 
     It depends neither on the noise nor, given a, on the learning rate. That it is so large is the catch
     and not the promise: the pull buys a small error with slowness, see `error_at_equal_speed`.
     """
-    a = number("speed", speed, "0 < speed < 1", lambda x: (x > 0) & (x < 1))
-    beta = number("rate", rate, "0 < rate < 1", lambda x: (x > 0) & (x < 1))
+    a = fraction("speed", speed)
+    beta = fraction("rate", rate)
     best: Array = 1 - a + (1 - np.sqrt(a * beta)) / (1 - beta)
     return np.clip(best, 0.0, 1.0) if clipped else best
 
 
 def least_limiting_error(speed: ArrayLike, rate: ArrayLike, noise: ArrayLike = 1.0) -> Array:
     """That error at the c that is not clipped: βη²σ²/(a(2 − √(aβ))²)."""
-    a, beta = positive("speed", speed), number("rate", rate, "0 < rate < 1", lambda x: (x > 0) & (x < 1))
+    a, beta = positive("speed", speed), fraction("rate", rate)
     error: Array = beta * not_negative("noise", noise) / (a * (2 - np.sqrt(a * beta)) ** 2)
     return error
 
@@ -133,7 +142,7 @@ def error_at_equal_speed(radius: float, pull: float) -> float:
     At equal spectral radius a pull never helps: this rises with c, from half of plain SGD's at c = 0 (for a
     radius near 1) to just that at c = 1.
     """
-    rho = one("radius", number("radius", radius, "0 < radius < 1", lambda x: (x > 0) & (x < 1)))
+    rho = one("radius", fraction("radius", radius))
     c = one("pull", number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))
     if c == 0:  # radius = max(1 − a, 1 − β), and the error grows with both a and β
         a = 1 - rho

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.linalg import solve_discrete_lyapunov
 
-from paceline.control.checks import Array, finite, not_negative, one, positive, require, whole
-from paceline.control.checks import rate as checked_rate
+from paceline.control.checks import Array, checked_rate, finite, not_negative, one, positive, require, whole
 
 Variant = Literal["pre", "post", "lookahead", "post_raw"]
 VARIANTS: tuple[Variant, ...] = ("pre", "post", "lookahead", "post_raw")
