@@ -25,7 +25,7 @@ from paceline.control.family import (
     ema_nesterov,
     gpa,
     pace,
-    right_strength,
+    right_ratio,
     schedule_free_error,
     speed_factor,
 )
@@ -993,13 +993,13 @@ def test_at_a_small_rate_that_factor_is_one_over_1_plus_strength(strength):
     assert moved == pytest.approx(1 / (1 + strength), rel=2e-3)
 
 
-def test_the_right_strength_makes_every_learning_rate_move_like_the_best_one():
+def test_the_right_ratio_makes_every_learning_rate_move_like_the_best_one():
     for lr in (0.05, 0.1, 0.4, 3.0):
-        strength = float(right_strength(lr, 0.1))
+        strength = float(right_ratio(lr, 0.1))
         moved, _ = way_under(lr, 5e-3 * strength, 5e-3, 5000)
         assert moved == pytest.approx(0.1, rel=6e-3)
-    assert right_strength(0.1, 0.1) == 0
-    assert right_strength(0.05, 0.1) < 0
+    assert right_ratio(0.1, 0.1) == 0
+    assert right_ratio(0.05, 0.1) < 0
 
 
 def test_E24_the_gain_does_not_fall_inversely_with_curvature_and_horizon():
@@ -1342,7 +1342,7 @@ REFUSED = [
     (lambda: schedule_free_error(0.1, 0.9, 1.0, 1.0, 1.0, -3), "steps", "-3", "an integer >= 0"),
     (lambda: speed_factor(0.5, -1.0), "pull", "-1.0", "over -rate/(1 - rate)"),
     (lambda: speed_factor(0.0, 0.1), "rate", "0.0", RATE),
-    (lambda: right_strength(0.1, 0.0), "best_lr", "0.0", "> 0"),
+    (lambda: right_ratio(0.1, 0.0), "best_lr", "0.0", "> 0"),
     (lambda: balance(stylized(0.1, 0.1, 0.1), -1.0, 1.0, 1.0, 3), "curvature", "-1.0", "> 0"),
     (lambda: Quadratic(curvature=[1.0, NAN]), "curvature", "nan", "finite"),
     (lambda: Quadratic(curvature=[1.0], sigma=-1.0), "sigma", "-1.0", ">= 0"),

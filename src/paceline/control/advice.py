@@ -6,7 +6,7 @@ from typing import final
 import numpy as np
 
 from paceline.control.checks import finite, not_negative, number, one, positive, require, whole
-from paceline.control.family import right_strength, speed_factor
+from paceline.control.family import right_ratio, speed_factor
 from paceline.control.limits import improvement, spectral_radius
 
 POWERS = (0.3, 0.5, 0.7)
@@ -82,7 +82,7 @@ class Situation:
     @property
     def right_ratio(self) -> float | None:
         """R* = η/η* − 1."""
-        return None if self.best_lr is None else float(right_strength(self.lr, self.best_lr))
+        return None if self.best_lr is None else float(right_ratio(self.lr, self.best_lr))
 
 
 def advise(run: Situation) -> list[str]:

@@ -117,7 +117,7 @@ def speed_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
     return factor
 
 
-def right_strength(lr: ArrayLike, best_lr: ArrayLike) -> Array:
+def right_ratio(lr: ArrayLike, best_lr: ArrayLike) -> Array:
     """R*(η) = η/η* − 1: the pull that makes of a learning rate the best one. Negative below it: a push.
 
     For long averages (small β): the page of `paceline theory figures` shows the true best beside it.

@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.control import bounds, discrete, family, gains, limits, simulate
 from paceline.control.checks import Array, number, positive, whole
-from paceline.control.family import right_strength
+from paceline.control.family import right_ratio
 from paceline.control.recursion import VARIANTS
 from paceline.control.unknown import Seen
 from paceline.experiments.report.palette import style
@@ -371,7 +371,7 @@ def basin(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start: floa
     return Picture(name="basin", title=title, rows=tuple(rows), panels=(panel,))
 
 
-def right_ratio(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start: float = 1.0) -> Picture:
+def right_ratios(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start: float = 1.0) -> Picture:
     """R* = η/η* − 1 beside the R that is best, and the balance of gradient and gap."""
     from scipy.optimize import minimize_scalar
 
@@ -399,7 +399,7 @@ def right_ratio(steps: int = 1000, rate: float = 0.02, sigma: float = 1.0, start
     balances = [balance(float(lr)) for lr in lrs]
 
     def first(axes: "Axes") -> None:
-        line(axes, shares, 1 + right_strength(shares, 1.0), 0, "1 + R*", solid=True)
+        line(axes, shares, 1 + right_ratio(shares, 1.0), 0, "1 + R*", solid=True)
         line(axes, shares, 1 + np.array(ratios), 3, "1 + best R", marker="o", markersize=5, linestyle="none")
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -512,7 +512,7 @@ ALL: Sequence[Callable[[], Picture]] = (
     limiting_errors,
     equal_speed,
     basin,
-    right_ratio,
+    right_ratios,
     convex,
     logistic,
 )

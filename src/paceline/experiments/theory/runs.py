@@ -2,11 +2,14 @@
 
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from paceline.control.advice import Situation, advise
-from paceline.control.family import right_strength
+from paceline.control.family import right_ratio
 from paceline.experiments.config import ConfigError
 from paceline.experiments.report.palette import style
 from paceline.experiments.report.results import Outcomes, Result, differences, find_runs, is_pace, read_run
@@ -15,8 +18,44 @@ from paceline.experiments.theory.pictures import Picture, labels, line
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Kind = tuple[str, str, float]
-"""Optimizer, schedule and learning rate: runs of one kind differ in their seeds only."""
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Runs that differ in their seeds only."""
+
+    runs: list[Result]
+
+    @property
+    def lr(self) -> float:
+        return self.runs[0].lr
+
+    @property
+    def name(self) -> str:
+        optimizer, schedule = (self.runs[0].config[key] for key in ("optimizer", "schedule"))
+        return str(optimizer) if schedule == "constant" else f"{optimizer}, {schedule}"
+
+    @property
+    def when(self) -> str:
+        if self.runs[0].config["schedule"] != "constant":
+            return "at the full learning rate"
+        return "at the end" if all(run.outcome == "finished" for run in self.runs) else "so far"
+
+    def reading(self, name: str) -> float:
+        """Of the pull, a mean over seeds."""
+        return statistics.fmean(_reading(run)[name] for run in self.runs)
+
+    @property
+    def ratios(self) -> tuple[float, float, float]:
+        """R of a weak, a typical and a strongly pulled coordinate."""
+        return self.reading("ratio/q10"), self.reading("ratio/q50"), self.reading("ratio/q90")
+
+
+def kinds_of(results: Iterable[Result]) -> list[Kind]:
+    """By learning rate."""
+    found: dict[tuple[float, str, str], list[Result]] = {}
+    for run in results:
+        found.setdefault((run.lr, run.config["optimizer"], run.config["schedule"]), []).append(run)
+    return [Kind(runs=runs) for _, runs in sorted(found.items(), key=lambda item: item[0])]
 
 
 def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> tuple[list[str], Picture]:
@@ -47,43 +86,31 @@ def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> tuple[li
             "Whether a pull can help depends on where AdamW is best: compare (paceline compare), or say it "
             "with --best-lr."
         )
-    kinds: dict[Kind, list[Result]] = {}
-    for result in pulled:
-        kinds.setdefault((result.config["optimizer"], result.config["schedule"], result.lr), []).append(
-            result
-        )
-    for (optimizer, schedule, lr), runs in sorted(kinds.items(), key=lambda item: item[0][2]):
-        lines += ["", _title(lr, optimizer, schedule, runs)]
-        lines += [f"  {line}" for line in advise(situation_of(runs, best_lr))]
-        lines += [f"  {line}" for line in _seen(lr, runs, outcomes, plain, best_lr)]
+    kinds = kinds_of(pulled)
+    for kind in kinds:
+        lines += ["", _title(kind)]
+        lines += [f"  {text}" for text in advise(situation_of(kind, best_lr))]
+        lines += [f"  {text}" for text in _seen(kind, outcomes, plain, best_lr)]
     lines += ["", "Theory of slow changes on a quadratic: try what it says before you trust it."]
     return lines, _picture(kinds, outcomes, plain, best_lr)
 
 
 def _picture(
-    kinds: Mapping[Kind, list[Result]], outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None
+    kinds: list[Kind], outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None
 ) -> Picture:
     """R as it was and as it should have been, and what came of it, over the learning rate."""
     rows: list[tuple[str, ...]] = [("lr", "optimizer", "R, tenth", "median", "nine tenths", "R*")]
-    seen: dict[str, list[tuple[float, float, float, float]]] = {}
-    for (optimizer, schedule, lr), runs in sorted(kinds.items(), key=lambda item: item[0][2]):
-        name = optimizer if schedule == "constant" else f"{optimizer}, {schedule}"
-        readings = [_reading(run) for run in runs]
-        low, middle, high = (
-            statistics.fmean(reading[f"ratio/{q}"] for reading in readings) for q in ("q10", "q50", "q90")
-        )
-        seen.setdefault(name, []).append((lr, low, middle, high))
-        right = "" if best_lr is None else f"{float(right_strength(lr, best_lr)):.3g}"
-        rows.append((f"{lr:g}", name, *(f"{value:.3g}" for value in (low, middle, high)), right))
+    for kind in kinds:
+        right = "" if best_lr is None else f"{float(right_ratio(kind.lr, best_lr)):.3g}"
+        rows.append((f"{kind.lr:g}", kind.name, *(f"{value:.3g}" for value in kind.ratios), right))
 
     def ratios(axes: "Axes") -> None:
-        for i, (name, points) in enumerate(seen.items()):
-            x, low, middle, high = (list(column) for column in zip(*points, strict=True))
-            below = [max(m - a, 0.0) for m, a in zip(middle, low, strict=True)]
-            above = [max(b - m, 0.0) for m, b in zip(middle, high, strict=True)]
-            axes.errorbar(
-                x, middle, yerr=[below, above], fmt="o", capsize=3, color=style(3 + i).on_light, label=name
-            )
+        for i, name in enumerate(dict.fromkeys(kind.name for kind in kinds)):
+            mine = [kind for kind in kinds if kind.name == name]
+            low, middle, high = np.array([kind.ratios for kind in mine]).T
+            reach = np.maximum([middle - low, high - middle], 0)
+            colour, lrs = style(3 + i).on_light, [kind.lr for kind in mine]
+            axes.errorbar(lrs, middle, yerr=reach, fmt="o", capsize=3, color=colour, label=name)
         if best_lr is not None:
             line(
                 axes, outcomes.lrs, [lr / best_lr - 1 for lr in outcomes.lrs], 0, "R* = η/η* − 1", solid=True
@@ -176,19 +203,11 @@ def average_of(run: Result, method: str) -> str | None:
     return f"power:{_setting(run, 'ema_power', 0.5) if power is None else power:g}"
 
 
-def _title(lr: float, optimizer: str, schedule: str, runs: list[Result]) -> str:
-    when = "at the end" if all(r.outcome == "finished" for r in runs) else "so far"
-    if schedule != "constant":
-        when = "at the full learning rate"
-    last = [_reading(run) for run in runs]
-    low, high, held = (
-        statistics.fmean(reading[name] for reading in last)
-        for name in ("ratio/q10", "ratio/q90", "saturated")
-    )
-    name = optimizer if schedule == "constant" else f"{optimizer}, {schedule}"
+def _title(kind: Kind) -> str:
+    low, _, high = kind.ratios
     return (
-        f"lr {lr:g}, {name}: R between {low:.2g} and {high:.2g} for most coordinates {when}; "
-        f"{100 * held:.2g} % are pulled back to the average before each step."
+        f"lr {kind.lr:g}, {kind.name}: R between {low:.2g} and {high:.2g} for most coordinates {kind.when}; "
+        f"{100 * kind.reading('saturated'):.2g} % are pulled back to the average before each step."
     )
 
 
@@ -198,14 +217,13 @@ def _reading(run: Result) -> Mapping[str, float]:
     return next(reading for reading in reversed(run.pull) if reading["lr"] >= full)
 
 
-def situation_of(runs: list[Result], best_lr: float | None) -> Situation:
-    """Runs that differ in their seeds only; their typical coordinate is the median one."""
-    last = [_reading(run) for run in runs]
+def situation_of(kind: Kind, best_lr: float | None) -> Situation:
+    """What advice is given on; the typical coordinate is the median one."""
     return Situation(
-        lr=runs[0].lr,
-        steps=int(last[0]["t"]),
-        ratio=max(statistics.fmean(reading["ratio/q50"] for reading in last), -0.99),
-        ema_power=float(_setting(runs[0], "ema_power", 0.5) or 0.0),
+        lr=kind.lr,
+        steps=int(kind.reading("t")),
+        ratio=max(kind.ratios[1], -0.99),
+        ema_power=float(_setting(kind.runs[0], "ema_power", 0.5) or 0.0),
         best_lr=best_lr,
     )
 
@@ -218,20 +236,19 @@ def _setting(run: Result, name: str, default: float | None) -> float | None:
     return default
 
 
-def _seen(
-    lr: float, runs: list[Result], outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None
-) -> list[str]:
+def _seen(kind: Kind, outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None) -> list[str]:
     """What the runs showed, beside what was to be expected; like averages are compared."""
     if not plain or best_lr is None:
         return []
-    right = float(right_strength(lr, best_lr))
+    lr, run = kind.lr, kind.runs[0]
+    right = float(right_ratio(lr, best_lr))
     expected = "a gain" if right > 0.25 else "no gain"
     lines = []
-    for method in runs[0].returned:
+    for method in run.returned:
         loss = outcomes.mean(method, lr)
         if not is_pace(method) or loss is None:
             continue
-        alike = [name for name, average in plain.items() if average == average_of(runs[0], method)]
+        alike = [name for name, average in plain.items() if average == average_of(run, method)]
         other = alike[0] if alike else _lowest(outcomes, plain)
         without = outcomes.mean(other, lr)
         if without is not None:
