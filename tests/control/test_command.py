@@ -12,9 +12,10 @@ import pytest
 from paceline.cli import main
 from paceline.control.advice import Situation, advise
 from paceline.experiments.config import ConfigError
-from paceline.experiments.theory import pictures
+from paceline.experiments.theory import controllers, convex, figures
 from paceline.experiments.theory.errata import ERRATA
 from paceline.experiments.theory.page import CHAPTERS, page
+from paceline.experiments.theory.picture import Picture
 from paceline.experiments.theory.runs import advise_on
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +218,7 @@ def test_the_page_shows_every_erratum_once():
 
 def test_figures_without_scikit_learn_leave_one_out_and_write_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    monkeypatch.setattr(pictures, "ALL", (pictures.practical_range, pictures.logistic))
+    monkeypatch.setattr(figures, "ALL", (controllers.practical_range, convex.logistic))
     assert main(["theory", "figures", "--out", str(tmp_path)]) == 0
     assert "left out: the logistic problem needs scikit-learn" in capsys.readouterr().out
     assert (tmp_path / "index.html").read_text().count("data:image/png;base64,") == 1
@@ -256,7 +257,7 @@ def test_figures_make_a_page_that_needs_nothing_else(tmp_path, capsys):
 
 def test_the_page_escapes_and_shows_every_number(tmp_path):
     rows = (("a < b", "c"), ("1", "2"))
-    picture = pictures.Picture(name="x", title="<x>", rows=rows, panels=())
+    picture = Picture(name="x", title="<x>", rows=rows, panels=())
     names = {name for chapter in CHAPTERS for name in chapter.pictures}
     for name in {*names, "x"}:
         (tmp_path / f"{name}.png").write_bytes(b"png")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.experiments.config import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.experiments.theory.pictures import Picture
+    from paceline.experiments.theory.picture import Picture
 
 Say = Callable[[str], None]
 
@@ -88,13 +88,14 @@ def run(options: argparse.Namespace, say: Say) -> int:
             say(line)
         _write(picture, options.out, say)
         return 0
-    from paceline.experiments.theory import pictures
+    from paceline.experiments.theory import controllers, convex, quadratics
+    from paceline.experiments.theory.figures import ALL
     from paceline.experiments.theory.page import page
 
     if options.part == "figures":
         made = {}
-        for i, make in enumerate(pictures.ALL, 1):
-            say(f"{i} of {len(pictures.ALL)}: {make.__name__.replace('_', ' ')}")
+        for i, make in enumerate(ALL, 1):
+            say(f"{i} of {len(ALL)}: {make.__name__.replace('_', ' ')}")
             try:
                 picture = make()
             except ImportError as missing:  # scikit-learn, for real data
@@ -109,11 +110,11 @@ def run(options: argparse.Namespace, say: Say) -> int:
     given = {name: getattr(options, name) for name in _FLAGS[options.part] if name in options}
     kind = getattr(options, "problem", options.part)
     makers: dict[str, Callable[..., Picture]] = {
-        "gains": pictures.gains_over_time,
-        "limits": pictures.limiting_errors,
-        "bounds": pictures.convex,
-        "diffusion": pictures.controllers,
-        "logistic": pictures.logistic,
+        "gains": controllers.gains_over_time,
+        "limits": quadratics.limiting_errors,
+        "bounds": convex.convex,
+        "diffusion": controllers.controllers,
+        "logistic": convex.logistic,
     }
     if unknown := given.keys() - inspect.signature(makers[kind]).parameters.keys():
         raise ConfigError(f"--{min(unknown)} is no setting of {kind}")

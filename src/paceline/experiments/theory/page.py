@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.experiments.theory.errata import ERRATA
-from paceline.experiments.theory.pictures import Picture
+from paceline.experiments.theory.picture import Picture
 
 
 class Chapter(NamedTuple):

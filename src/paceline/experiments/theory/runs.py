@@ -13,7 +13,7 @@ from paceline.control.family import right_ratio
 from paceline.experiments.config import ConfigError
 from paceline.experiments.report.palette import style
 from paceline.experiments.report.results import Outcomes, Result, differences, find_runs, is_pace, read_run
-from paceline.experiments.theory.pictures import Picture, labels, line
+from paceline.experiments.theory.picture import Picture, labels, line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
