@@ -54,7 +54,7 @@ WRAPPER_REFUSED = [
     (lambda p: Pullback(p), TypeError, "wraps a torch.optim.Optimizer"),
     (lambda p: Pullback(optim.SGD(p), pullback_strength=-0.1), ValueError, "pullback_strength value: -0.1"),
     (lambda p: Pullback(optim.SGD(p), update_every=0), ValueError, "an integer >= 1"),
-    (lambda p: Pullback(optim.SGD(p), gain="v"), ValueError, "'uniform', 'relative', None"),
+    (lambda p: Pullback(optim.SGD(p), gain="v"), ValueError, "'uniform', 'relative', 'scaled', None"),
     (lambda p: Pullback(PACE(p)), ValueError, "by an average of its own already"),
     (lambda p: Pullback(schedulefree.SGDScheduleFree(p)), ValueError, "between its own average and"),
     (lambda p: Pullback(optim.Adam(p, differentiable=True)), ValueError, "differentiable=True"),

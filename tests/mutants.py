@@ -44,6 +44,7 @@ _BASELINES = "tests/optim/test_baselines.py"
 _ADEMAMIX = "tests/optim/test_ademamix.py"
 _BATTERY = "tests/optim/test_battery.py"
 _WRAPPERS = "tests/optim/test_wrappers.py"
+_SCALED = "tests/optim/test_scaled.py"
 
 _REFERENCE = f"{_RULE}::test_against_the_reference_over_200_steps"
 _GOLDEN = "tests/optim/test_golden.py"
@@ -116,23 +117,65 @@ RULE = [
     Mutant(
         "rule-paper-gain-without-lr",
         "rule.py",
-        "scale = terms.lr * terms.strength",
-        "scale = terms.strength",
+        "return _over_denominator(terms, terms.lr * terms.strength)",
+        "return _over_denominator(terms, terms.strength)",
         (_REFERENCE,),
     ),
     Mutant(
         "rule-paper-gain-without-strength",
         "rule.py",
-        "scale = terms.lr * terms.strength",
-        "scale = terms.lr",
+        "return _over_denominator(terms, terms.lr * terms.strength)",
+        "return _over_denominator(terms, terms.lr)",
         (_REFERENCE,),
     ),
     Mutant(
         "rule-paper-gain-infinite",
         "rule.py",
-        "else min(scale, limit)",
-        "else scale",
+        "else min(numerator, limit)",
+        "else numerator",
         (f"{_FAULTS}::test_an_infinite_strength_stays_finite_where_the_second_moment_overflows",),
+    ),
+    Mutant(
+        "rule-scaled-gain-without-scale",
+        "rule.py",
+        "terms.lr * terms.strength * terms.scale",
+        "terms.lr * terms.strength * 1.0",
+        (_REFERENCE,),
+    ),
+    Mutant(
+        "foreach-scaled-gain-without-scale",
+        "foreach.py",
+        "strength, out=denominator, scale=at.scale)",
+        "strength, out=denominator)",
+        (_LOOP,),
+    ),
+    Mutant(
+        "work-scale-of-one-group",
+        "work.py",
+        "work.group) for work in works for parameter in work.parameters\n",
+        "work.group) for work in works[:1] for parameter in work.parameters\n",
+        (f"{_SCALED}::test_the_scale_is_that_of_all_groups_and_of_those_that_take_part",),
+    ),
+    Mutant(
+        "moments-scale-uncorrected",
+        "moments.py",
+        "torch.nan_to_num(sums / squares, nan=0.0, posinf=0.0)",
+        "torch.nan_to_num(sums, nan=0.0, posinf=0.0)",
+        (_REFERENCE,),
+    ),
+    Mutant(
+        "moments-scale-spoiled",
+        "moments.py",
+        "torch.nan_to_num(sums / squares, nan=0.0, posinf=0.0)",
+        "(sums / squares)",
+        (f"{_SCALED}::test_a_tensor_that_is_not_finite_spares_the_rest",),
+    ),
+    Mutant(
+        "pullback-without-scale",
+        "pullback.py",
+        'scale = self._scale() if recipe.gain == "scaled" else 1.0',
+        "scale = 1.0",
+        (f"{_SCALED}::test_pullback_of_adamw_is_the_same_to_the_bit",),
     ),
     Mutant(
         "rule-uniform-gain-by-lr",
@@ -212,8 +255,8 @@ RULE = [
     Mutant(
         "rule-counts-twice",
         "rule.py",
-        "    step += 1\n    at = at_step(step, recipe)",
-        "    step += 2\n    at = at_step(step, recipe)",
+        "    step += 1\n    at = at_step(",
+        "    step += 2\n    at = at_step(",
         (_REFERENCE,),
     ),
     Mutant(
@@ -515,8 +558,8 @@ FOREACH = [
     Mutant(
         "foreach-count-by-chunk",
         "foreach.py",
-        "        _step_chunk_(chunk, recipe)\n",
-        "        _step_chunk_(chunk, recipe)\n        torch._foreach_add_([s.step for s in slots], 1)\n",
+        "on_device_of(chunk[0].live, scale))\n",
+        "on_device_of(chunk[0].live, scale))\n        torch._foreach_add_([s.step for s in slots], 1)\n",
         (f"{_PATHS}::test_chunks_do_not_change_a_bit", _LOOP),
     ),
     Mutant(
@@ -669,8 +712,8 @@ FOREACH = [
     Mutant(
         "foreach-gain-not-in-place",
         "foreach.py",
-        "terms = Terms(denominator, exp_avg_sqs[i], root, at.lr, strength, out=denominator)",
-        "terms = Terms(denominator, exp_avg_sqs[i], root, at.lr, strength, out=None)",
+        "strength, out=denominator, scale=at.scale)",
+        "strength, out=None, scale=at.scale)",
         (f"{_PATHS}::test_temporary_memory_of_a_foreach_step",),
     ),
     Mutant(
@@ -1848,8 +1891,8 @@ PULLBACK = [
     Mutant(
         "pullback-step-before",
         "pullback.py",
-        'ats = [at_step(state["step"] + 1, recipe)',
-        'ats = [at_step(state["step"].clamp(min=1), recipe)',
+        'ats = [at_step(state["step"] + 1, recipe, there)',
+        'ats = [at_step(state["step"].clamp(min=1), recipe, there)',
         (_TWIN,),
     ),
     Mutant(

@@ -17,6 +17,8 @@ VARIANTS = {
     "uniform": {"gain": "uniform", "pullback_strength": 2.0},
     "push": {"gain": "uniform", "pullback_strength": -0.5},
     "relative": {"gain": "relative", "pullback_strength": 1.5},
+    "scaled": {"gain": "scaled", "pullback_strength": 60.0},
+    "scaled_lookahead": {"gain": "scaled", "pullback_strength": 60.0, "gap": "lookahead", "update_every": 2},
     "relative_push": {"gain": "relative", "pullback_strength": -0.3},
     "lookahead": {"gap": "lookahead", "pullback_strength": 30.0},
     "lookahead_saturated": {"gap": "lookahead", "pullback_strength": float("inf")},

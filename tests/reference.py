@@ -1,7 +1,8 @@
 """Algorithm 1 in plain NumPy float64, written from the paper and sharing no code with the library.
 
 One object is one parameter tensor. It is what every path of the library is measured against. Another
-base optimizer is another `base`.
+base optimizer is another `base`. Several tensors of a model step together by `step_model`,
+for gain="scaled", whose scale is theirs together.
 """
 
 import numpy as np
@@ -40,16 +41,17 @@ class Reference:
         self.max_gain, self.gap, self.return_power = max_gain, gap, return_power
         self.sign = -1.0 if maximize else 1.0
         self.gain = np.zeros_like(self.live)
-        self.raw = self.live.copy()
+        self.raw, self.root = self.live.copy(), np.zeros_like(self.live)
 
-    def step(self, grad):
+    def step(self, grad, scale=None):
         if grad is None:
             return
+        self.scale_before = rms_of([self]) if scale is None else scale
         self.t += 1
         old = self.live.copy()
-        self.raw, root = self.base(old, self.sign * np.asarray(grad, dtype=np.float64))
+        self.raw, self.root = self.base(old, self.sign * np.asarray(grad, dtype=np.float64))
         self.live = self.raw.copy()
-        self.control(old, root)
+        self.control(old, self.root)
 
     def base(self, old, g):
         """The step of AdamW from old, and √v̂."""
@@ -70,6 +72,8 @@ class Reference:
         if self.lr != 0 and self.strength != 0:
             if self.gain_name == "paper":
                 ratio = self.lr * self.strength / (root + self.eps)
+            elif self.gain_name == "scaled":
+                ratio = self.lr * self.strength * self.scale_before / (root + self.eps)
             elif self.gain_name == "uniform":
                 ratio = np.full_like(root, self.strength)
             else:
@@ -85,6 +89,18 @@ class Reference:
         if self.return_power is not None:
             rate = (self.offset + self.scale * t) ** -self.return_power
             self.returned = (1 - rate) * self.returned + rate * self.live
+
+
+def rms_of(references):
+    """Root mean square of √v̂ over several tensors, as their last steps left it."""
+    return np.sqrt(sum(np.sum(r.root**2) for r in references) / max(1, sum(r.root.size for r in references)))
+
+
+def step_model(references, gradients):
+    """One step of all tensors of a model."""
+    scale = rms_of([r for r, g in zip(references, gradients, strict=True) if g is not None])
+    for reference, gradient in zip(references, gradients, strict=True):
+        reference.step(gradient, scale)
 
 
 class SGDReference(Reference):

@@ -40,7 +40,7 @@ def train(model, optimizer, steps, share=slice(None)):
 
 
 def make_optimizer(model, **settings):
-    return PACE(model.parameters(), lr=1e-2, pullback_strength=0.3, return_power=0.8, **settings)
+    return PACE(model.parameters(), **{"lr": 1e-2, "pullback_strength": 0.3, "return_power": 0.8, **settings})
 
 
 def alone(**settings):
@@ -145,6 +145,12 @@ def fsdp2_foreach(folder):
 def fsdp2_relative(folder):
     """rms over the whole tensor, not over a rank's part of it."""
     fsdp2(folder, gain="relative", foreach=True)
+
+
+def fsdp2_scaled(folder):
+    """rms over the whole model."""
+    for foreach in (True, False):
+        fsdp2(folder, gain="scaled", pullback_strength=60.0, foreach=foreach)
 
 
 def fsdp2_skip(folder):

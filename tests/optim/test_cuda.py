@@ -9,7 +9,7 @@ import pytest
 import torch
 from battery import ROWS, Problem, averaging_rows, rows
 from problems import PATHS, VARIANTS, advance, assert_same_bits, everything, make_gradients, make_parameters
-from reference import Reference
+from reference import Reference, step_model
 from torch import optim
 
 from paceline import PACE, Pullback, averaged_state_dict, averaged_weights, reset_average
@@ -53,8 +53,7 @@ def test_against_the_reference(name, dtype, tolerance, foreach, capturable):
     references = [Reference(p.detach().cpu().numpy(), **{"lr": 1e-2, **VARIANTS[name]}) for p in parameters]
     optimizer = run(parameters, gradients, foreach=foreach, capturable=capturable, **VARIANTS[name])
     for step in gradients:
-        for reference, gradient in zip(references, step, strict=True):
-            reference.step(gradient.to(dtype).cpu().double().numpy())
+        step_model(references, [gradient.to(dtype).cpu().double().numpy() for gradient in step])
     for p, reference in zip(parameters, references, strict=True):
         state = optimizer.state[p]
         assert state["step"].device.type == ("cuda" if capturable else "cpu")
@@ -83,7 +82,7 @@ def test_foreach_is_the_loop_to_rounding(name):
 
 
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("name", ["strong", "relative", "lookahead", "every_3", "return_power"])
+@pytest.mark.parametrize("name", ["strong", "relative", "scaled", "lookahead", "every_3", "return_power"])
 def test_a_captured_graph_replays_the_eager_steps(name, foreach):
     lr = torch.tensor(1e-2, device="cuda")
     static = [g.clone() for g in gradients_on_gpu(1)[0]]

@@ -14,7 +14,16 @@ RANKS = 2
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario",
-    ["ddp", "fsdp2_loop", "fsdp2_foreach", "fsdp2_relative", "fsdp2_skip", "fsdp2_dcp", "unwritable"],
+    [
+        "ddp",
+        "fsdp2_loop",
+        "fsdp2_foreach",
+        "fsdp2_relative",
+        "fsdp2_scaled",
+        "fsdp2_skip",
+        "fsdp2_dcp",
+        "unwritable",
+    ],
 )
 def test_two_ranks(scenario, tmp_path):
     """What each scenario holds is said in ranks.py."""

@@ -9,7 +9,14 @@ from problems import PATHS, assert_same_bits, everything, make_gradients, make_p
 
 from paceline import PACE, reset_average
 
-GAINS = [("paper", 3e-3), ("paper", 1e6), ("paper", math.inf), ("uniform", 0.7), ("relative", 0.7)]
+GAINS = [
+    ("paper", 3e-3),
+    ("paper", 1e6),
+    ("paper", math.inf),
+    ("uniform", 0.7),
+    ("relative", 0.7),
+    ("scaled", 15.0),
+]
 
 
 def stepped(optimizer_class, gradient, steps, **settings):
@@ -84,7 +91,10 @@ def test_a_bad_gradient_spoils_its_own_coordinate_and_no_other(bad, gain, streng
     assert torch.equal(ours.isfinite(), theirs.isfinite())
     assert torch.equal(state["average"].isfinite(), theirs.isfinite())
     others = [0, 1, 3]
-    if gain == "relative":  # every coordinate enters the mean, so the others see that one is missing
+    if gain in (
+        "relative",
+        "scaled",
+    ):  # all enter a mean: the others see that one is missing
         assert torch.allclose(ours[others], good[others], atol=1e-3)
     else:
         assert torch.equal(ours[others], good[others])

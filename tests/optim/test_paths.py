@@ -54,7 +54,7 @@ def test_foreach_is_close_to_the_loop_in_low_precision(name, dtype):
     "gain, gap, every, power, maximize, decay",
     list(
         product(
-            ["paper", "uniform", "relative"],
+            ["paper", "uniform", "relative", "scaled"],
             ["pre", "lookahead"],
             [1, 3],
             [None, 0.8],
@@ -117,7 +117,9 @@ def test_state_moves_between_paths(there, back):
     assert_same_bits(everything(straight), everything(second))
 
 
-@pytest.mark.parametrize("name", ["strong", "uniform", "lookahead", "maximize", "return_power", "relative"])
+@pytest.mark.parametrize(
+    "name", ["strong", "uniform", "lookahead", "maximize", "return_power", "relative", "scaled"]
+)
 @pytest.mark.parametrize("shapes", [[(256, 256)] * 8, [(512, 1024)]])
 def test_temporary_memory_of_a_foreach_step(name, shapes):
     """At most two model-sized temporaries; "relative" needs one more of its largest tensor's size."""

@@ -22,7 +22,7 @@ from problems import (
     train,
     trained,
 )
-from reference import Reference, SGDReference
+from reference import Reference, SGDReference, rms_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import PACE, Pullback, averaged_weights, reset_average
@@ -52,11 +52,11 @@ class Seen:
     rate: float
 
 
-def see(reference, gradient):
+def see(reference, gradient, scale=None):
     """Let the reference take a step."""
     live, average = reference.live.copy(), reference.average.copy()
     gradient = np.asarray(gradient, dtype=np.float64)
-    reference.step(gradient)
+    reference.step(gradient, scale)
     r = reference
     ratio = np.zeros_like(live)
     if r.t % r.every == 0 and r.lr != 0 and r.strength != 0:
@@ -66,6 +66,7 @@ def see(reference, gradient):
             "paper": r.lr * r.strength / (root + r.eps),
             "uniform": np.full_like(root, r.strength),
             "relative": r.strength * np.clip(spread, 0.25, 4),
+            "scaled": r.lr * min(r.strength, 1e9) * r.scale_before / (root + r.eps),
         }[r.gain_name]
     rate = (r.offset + r.scale * r.t) ** -r.power
     gain = np.where(ratio == 0, 0.0, r.gain)
@@ -143,8 +144,8 @@ def assert_all_readings(make, name, steps=6, **options):
     with probe(optimizer, every=1) as telemetry:
         for gradients in make_gradients(steps):
             advance(optimizer, parameters, [gradients])
-            seen = {f"0.{i}": see(*pair) for i, pair in enumerate(zip(references, gradients, strict=True))}
-            assert_reading(telemetry.last, seen)
+            scale, pairs = rms_of(references), zip(references, gradients, strict=True)
+            assert_reading(telemetry.last, {f"0.{i}": see(*pair, scale) for i, pair in enumerate(pairs)})
     assert [reading.t for reading in telemetry.history] == list(range(1, steps + 1))
 
 

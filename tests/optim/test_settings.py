@@ -39,7 +39,9 @@ REFUSED = [
     ({"pullback_strength": math.nan}, "pullback_strength", "nan", ">= 0"),
     ({"pullback_strength": -1.0, "gain": "uniform"}, "pullback_strength", "-1.0", "> -1"),
     ({"pullback_strength": -2.0, "gain": "relative"}, "pullback_strength", "-2.0", "> -1"),
-    ({"gain": "papre"}, "gain", "'papre'", "'paper', 'uniform', 'relative'"),
+    ({"gain": "papre"}, "gain", "'papre'", "'paper', 'uniform', 'relative', 'scaled'"),
+    ({"pullback_strength": -0.1, "gain": "scaled"}, "pullback_strength", "-0.1", ">= 0 and finite"),
+    ({"pullback_strength": math.inf, "gain": "scaled"}, "pullback_strength", "inf", ">= 0 and finite"),
     ({"gap": "post"}, "gap", "'post'", "'pre', 'lookahead'"),
     ({"ema_power": -0.1}, "ema_power", "-0.1", "0 <= ema_power <= 1"),
     ({"ema_power": 1.1}, "ema_power", "1.1", "0 <= ema_power <= 1"),
@@ -241,7 +243,7 @@ def test_what_peers_call_is_there():
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["strong", "relative", "lookahead", "return_power"])
+@pytest.mark.parametrize("name", ["strong", "relative", "scaled", "lookahead", "return_power"])
 def test_differentiable_steps_have_the_gradient_of_finite_differences(name):
     """Through two steps, in the start, the gradient and the learning rate."""
 
@@ -280,7 +282,7 @@ def test_device_scalars_give_the_same_trajectory(name, foreach, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("name", ["strong", "relative", "every_3", "return_power"])
+@pytest.mark.parametrize("name", ["strong", "relative", "scaled", "every_3", "return_power"])
 def test_a_compiled_step_is_the_same_and_settles(name, foreach):
     """20 steps with new gradient tensors; no recompilation in the last ten."""
     from torch._dynamo import reset
@@ -303,7 +305,9 @@ def test_a_compiled_step_is_the_same_and_settles(name, foreach):
 
 
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("name", ["strong", "saturated", "relative", "lookahead", "every_3", "return_power"])
+@pytest.mark.parametrize(
+    "name", ["strong", "saturated", "relative", "scaled", "lookahead", "every_3", "return_power"]
+)
 def test_device_scalars_of_parameters_of_different_age_and_at_rate_0(name, foreach, monkeypatch):
     """Each parameter has its own count on the device; a rate of 0 switches the pull off there."""
     monkeypatch.setattr("paceline.optim.work._get_capturable_supported_devices", lambda: ["cpu"])

@@ -31,7 +31,7 @@ def strided(kind):
 
 
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("name", ["strong", "relative", "lookahead", "return_power"])
+@pytest.mark.parametrize("name", ["strong", "relative", "scaled", "lookahead", "return_power"])
 @pytest.mark.parametrize("kind", ["0-dim", "one", "sliced", "transposed", "channels_last"])
 def test_any_layout_against_the_reference(kind, name, foreach):
     """N14."""
@@ -55,7 +55,7 @@ def test_any_layout_against_the_reference(kind, name, foreach):
 
 
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("name", ["strong", "relative", "lookahead", "return_power"])
+@pytest.mark.parametrize("name", ["strong", "relative", "scaled", "lookahead", "return_power"])
 def test_empty_tensors_are_carried_along(name, foreach):
     shapes = [(0,), (0, 3), (2, 2)]
     parameters = make_parameters(dtype=torch.float32, shapes=shapes)

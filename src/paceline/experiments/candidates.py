@@ -264,16 +264,11 @@ GAINS: dict[str, Callable[..., Pull]] = {
 }
 
 
-READ_EVERY = 10
-
-
 @final
 class Candidate(AdamW):
     """AdamW with one of `GAINS`; further settings are those of the gain.
 
-    It keeps no average to return: put it into `Averages`. Its readings, as running means of each tensor, are
-    in the state of the first parameter: cosine of gradient and gap, mean of gap²/noise, |gap|/|average|,
-    |average − slow|/|gap|.
+    It keeps no average to return: put it into `Averages`.
     """
 
     def __init__(
@@ -320,7 +315,6 @@ class Candidate(AdamW):
         if "flat_average" not in memory:
             memory["flat_average"], memory["flat_slow"] = before.clone(), before.clone()
             memory["flat_tuned"] = torch.zeros_like(tensors.counts)
-            memory["flat_readings"] = tensors.counts.new_zeros(4, len(tensors.sizes))
             memory["flat_noise"] = torch.zeros((), dtype=torch.float32)
         average, slow = memory["flat_average"], memory["flat_slow"]
         if self._t is None:
@@ -343,21 +337,11 @@ class Candidate(AdamW):
         self._noise = memory["flat_noise"].item()  # as a state keeps it, so that resuming changes nothing
         pull, factor = self._pull(scene)
         live = before + scene.step * factor - pull
-        if t % READ_EVERY == 0:
-            memory["flat_readings"].lerp_(_readings(scene), max(0.05, READ_EVERY / t))
         average.lerp_(live, rate)
         slow.lerp_(live, slow_rate)
         parts = torch.split(live, tensors.sizes)
         torch._foreach_copy_(parameters, [x.view_as(p) for x, p in zip(parts, parameters, strict=True)])
         return loss
-
-
-def _readings(s: Scene) -> Tensor:
-    norms = s.tensors.norms
-    gap = norms(s.gap)
-    q = gap**2 / (s.tensors.counts * max(s.noise, 1e-30))
-    rows = [s.cosine(), q, gap / norms(s.average), norms(s.average - s.slow) / gap]
-    return torch.stack(rows).nan_to_num(0, 0, 0)
 
 
 def _first(params: list[Any]) -> Tensor:

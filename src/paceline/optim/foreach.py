@@ -14,10 +14,12 @@ from paceline.optim.recipe import Recipe
 from paceline.optim.rule import (
     RATIOS,
     At,
+    Scalar,
     Slot,
     Terms,
     at_step,
     gain_limit,
+    on_device_of,
     seed_average_,
     shares,
     stays_on_device,
@@ -41,12 +43,12 @@ class Lists(NamedTuple):
     exp_avg_sqs: list[Tensor]  # v
 
 
-def foreach_step_(slots: Sequence[Slot], recipe: Recipe) -> None:
-    """One step for all slots of a parameter group, in place."""
+def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> None:
+    """One step for all slots of a parameter group, in place; `scale` as in `pace_step_`."""
     torch._foreach_add_([slot.step for slot in slots], 1)
     on_device = stays_on_device(recipe)
     for chunk in chunks(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
-        _step_chunk_(chunk, recipe)
+        _step_chunk_(chunk, recipe, on_device_of(chunk[0].live, scale))
 
 
 def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Iterator[list[T]]:
@@ -71,11 +73,12 @@ def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Ite
         yield chunk
 
 
-def _step_chunk_(chunk: list[Slot], recipe: Recipe) -> None:
+def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar) -> None:
     lives, grads, exp_avgs, exp_avg_sqs, averages = (list(column) for column in list(zip(*chunk))[:5])
-    at = at_step(chunk[0].step, recipe)
+    at = at_step(chunk[0].step, recipe, scale)
     # On the host all steps of a chunk are equal; on the device nobody knows.
-    ats = [at_step(slot.step, recipe) for slot in chunk] if stays_on_device(recipe) else [at] * len(chunk)
+    on_device = stays_on_device(recipe)
+    ats = [at_step(slot.step, recipe, scale) for slot in chunk] if on_device else [at] * len(chunk)
     beta1, beta2 = recipe.betas
     _seed_averages_(chunk, ats)
     gaps = gaps_of(averages, lives, ats, recipe)
@@ -166,7 +169,7 @@ def _gains_(
         # Replaced in the list, so that a low-precision one is freed at once.
         denominator = denominators[i] = denominators[i].to(averages[i].dtype)
         strength, root = recipe.pullback_strength, at.root_correction
-        terms = Terms(denominator, exp_avg_sqs[i], root, at.lr, strength, out=denominator)
+        terms = Terms(denominator, exp_avg_sqs[i], root, at.lr, strength, out=denominator, scale=at.scale)
         gains.append(RATIOS[recipe.gain](terms))
     torch._foreach_mul_(gains, _each(ats, "rate"))
     torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim.foreach import chunks, denominators_of
-from paceline.optim.moments import second_moment
+from paceline.optim.moments import model_scale, second_moment
 from paceline.optim.pace import PACE
 from paceline.optim.pullback import Pullback, recipe_of
 from paceline.optim.readings import Found, Sums, sample_stride
@@ -23,6 +23,7 @@ from paceline.optim.rule import (
     at_step,
     averaging_rate,
     gain_limit,
+    on_device_of,
     stays_on_device,
 )
 from paceline.optim.sharded import local
@@ -54,6 +55,7 @@ class Before(NamedTuple):
     live: Tensor
     average: Tensor  # at least float32
     taken: float | None  # steps; None where only the device knows
+    scale: Scalar  # root mean square of √v̂ over the model; for gain="scaled"
 
 
 class Watched(NamedTuple):
@@ -80,13 +82,21 @@ def members(optimizer: PACE | Pullback) -> Iterator[Member]:
             yield Member(optimizer, name, parameter, group, state.get(parameter, {}))
 
 
-def look(member: Member) -> Before:
+def scale_of(found: list[Member]) -> Scalar:
+    """The scale that the next step will take for gain="scaled"."""
+    if all(member.group["gain"] != "scaled" for member in found):
+        return 1.0
+    moments = [second_moment(member.state, member.group) for member in found]
+    return model_scale(moments, sum(real(member.parameter).numel() for member in found))
+
+
+def look(member: Member, scale: Scalar) -> Before:
     live, step = member.live().clone(), member.own("step")
     taken = 0.0 if step is None else step.item() if step.device.type == "cpu" else None
     average = live if taken == 0 else _average(member, live)
     if step is not None and taken is None:
         average = torch.where(step == 0, live, average)
-    return Before(live, average.to(average_dtype(live)), taken)
+    return Before(live, average.to(average_dtype(live)), taken, on_device_of(live, scale))
 
 
 def _average(member: Member, live: Tensor) -> Tensor:
@@ -190,8 +200,8 @@ def _recipe(member: Member) -> Recipe:
 def _ats(chunk: list[Watched], recipe: Recipe) -> list[At]:
     counts = [count for member, _ in chunk if (count := member.own("step")) is not None]
     if stays_on_device(recipe):
-        return [at_step(count, recipe) for count in counts]
-    return [at_step(counts[0], recipe)] * len(counts)
+        return [at_step(count, recipe, chunk[0].before.scale) for count in counts]
+    return [at_step(counts[0], recipe, chunk[0].before.scale)] * len(counts)
 
 
 def _rate(at: At, recipe: Recipe) -> Scalar:
@@ -237,7 +247,8 @@ def _ratios(chunk: list[Watched], ats: list[At], recipe: Recipe) -> list[Tensor]
     ratios = []
     for average, value, denominator, at in zip(averages, values, denominators, ats, strict=True):
         wide = denominator.to(average.dtype)
-        terms = Terms(wide, value, at.root_correction, at.lr, recipe.pullback_strength, out=wide)
+        strength, correction = recipe.pullback_strength, at.root_correction
+        terms = Terms(wide, value, correction, at.lr, strength, out=wide, scale=at.scale)
         # Cut to this rank's part last: gain="relative" compares with the RMS of the whole tensor.
         ratio = local(RATIOS[recipe.gain](terms))
         ratios.append(torch.where(at.pulling, ratio, 0.0) if isinstance(at.pulling, Tensor) else ratio)

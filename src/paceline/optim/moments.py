@@ -1,12 +1,13 @@
 """The second moment that another optimizer keeps, read from its state."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.optim.rule import Scalar
+from paceline.optim.sharded import layout_of, sums_of
 from paceline.optim.state import real
 
 
@@ -39,6 +40,32 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> SecondM
         floor = group["eps"][0]
         return SecondMoment(value, 1.0, torch.finfo(value.dtype).eps if floor is None else floor)
     return None
+
+
+def model_scale(moments: Sequence[SecondMoment | None], elements: int) -> Scalar:
+    """The root mean square of √v̂ over all of these, `elements` real numbers; () and at least float32.
+
+    Of parameters that have not stepped yet nothing is known, they count as 0. So does a tensor with a NaN or
+    Inf: it spoils itself, and must not spoil the rest.
+    """
+    alike: dict[object, list[SecondMoment]] = {}
+    for moment in moments:
+        correction = None if moment is None else moment.root_correction
+        if moment is not None and (isinstance(correction, Tensor) or correction != 0):
+            key = layout_of(moment.value), None if isinstance(correction, Tensor) else correction
+            alike.setdefault(key, []).append(moment)
+    total: Tensor | None = None
+    for group in alike.values():
+        sums = sums_of([moment.value for moment in group])
+        roots = [moment.root_correction for moment in group]
+        known = [root for root in roots if isinstance(root, Tensor)]
+        squares = torch.stack(known).to(sums).square() if known else roots[0] ** 2
+        part = torch.nan_to_num(sums / squares, nan=0.0, posinf=0.0).sum()
+        total = part if total is None else total + part.to(total)
+    if total is None:
+        return 0.0
+    # At least the smallest number, whose root has a derivative.
+    return (total / max(elements, 1)).clamp(min=torch.finfo(total.dtype).tiny).sqrt()
 
 
 def _adam_value(state: Mapping[str, Any]) -> Tensor | None:

@@ -14,7 +14,7 @@ from paceline.optim.averaging import Averaging
 from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
 from paceline.optim.recipe import Gain, Gap, Recipe
 from paceline.optim.state import State, allocate, averages_of, is_expanded, name_of, returned_key
-from paceline.optim.work import all_finite, plan
+from paceline.optim.work import all_finite, plan, scale_before
 
 
 @final
@@ -41,7 +41,9 @@ class PACE(Averaging):
         pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it.
         gain: how a coordinate's pull is sized. "paper": as above. "uniform": rate · strength for all.
             "relative": rate · strength · clip(rms(√v̂)/(√v̂+eps), ¼, 4), which does not depend on loss
-            scale, learning rate or size. For the last two a strength in (−1, 0) pushes away.
+            scale, learning rate or size. For these two a strength in (−1, 0) pushes away. "scaled": as
+            "paper", times the rms of √v̂ over the whole model, so that the loss may have any scale; it pulls
+            weights whose gradients are small beside the model's, such as those of queries and keys.
         ema_power: κ in the paper, 0 to 1. 1 averages all iterates alike, 0 makes the average live.
         update_every: pull and average at every n-th step only.
         ema_offset, ema_scale: the averaging rate is (ema_offset + ema_scale · t)^-ema_power.
@@ -160,10 +162,11 @@ class PACE(Averaging):
         work = [plan(self.state, group, number) for number, group in enumerate(self.param_groups)]
         if not all_finite([slot.grad for w in work if w.group["skip_nonfinite"] for slot in w.slots]):
             return loss
+        scale = scale_before(self.state, work)
         for group, parameters, slots, path in work:
             self._seed_again(parameters, group)
             if slots:
-                path(slots, Recipe.of(group))
+                path(slots, Recipe.of(group), scale)
         return loss
 
     # --- Averages: what `Averaging` asks of us ----------------------------------------------------

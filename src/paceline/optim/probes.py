@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from paceline.optim.checks import require
-from paceline.optim.measures import Before, Slope, Watched, has_moved, look, measure, members, slopes_of
+from paceline.optim.measures import (
+    Before,
+    Slope,
+    Watched,
+    has_moved,
+    look,
+    measure,
+    members,
+    scale_of,
+    slopes_of,
+)
 from paceline.optim.pace import PACE
 from paceline.optim.pullback import Pullback
 from paceline.optim.readings import Reading, Record
@@ -127,11 +137,13 @@ class Probe:
         # What step() itself does first: live weights are put back after a forgotten eval().
         optimizer.make_ready_to_step()
         has_closure = (*args, kwargs.get("closure"), None)[1] is not None
-        watched = [
-            Watched(member, look(member))
+        found = [
+            member
             for member in members(optimizer)
             if (member.parameter.requires_grad if has_closure else member.parameter.grad is not None)
         ]
+        scale = scale_of(found)
+        watched = [Watched(member, look(member, scale)) for member in found]
         self._before = {member.parameter: before for member, before in watched}
         # Now, if the gradients are here: some optimizers write their own update over them.
         self._slopes = {} if has_closure else slopes_of(watched)

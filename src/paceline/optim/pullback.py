@@ -1,7 +1,7 @@
 """The control of PACE around any other optimizer."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from torch.optim.optimizer import Optimizer
 from paceline.optim import weights
 from paceline.optim.foreach import Lists, chunks, control_, denominators_of, gaps_of
 from paceline.optim.loading import Format
-from paceline.optim.moments import SecondMoment, second_moment
+from paceline.optim.moments import SecondMoment, model_scale, second_moment
 from paceline.optim.recipe import Gain, Gap, Recipe, check_control
-from paceline.optim.rule import At, at_step, seed_average_, stays_on_device
+from paceline.optim.rule import At, Scalar, at_step, on_device_of, seed_average_, stays_on_device
 from paceline.optim.state import State, averages_of, real, returned_key
 from paceline.optim.wrapper import Wrapper, refuse_averaging_base
 
 
 def _check(group: dict[str, Any]) -> None:
-    check_control(group, gains=("paper", "uniform", "relative", None))
+    check_control(group, gains=(*get_args(Gain), None))
 
 
 @final
@@ -43,10 +43,10 @@ class Pullback(Wrapper):
 
     Arguments:
         base: the optimizer to wrap. Schedule-Free optimizers and PACE are refused.
-        pullback_strength: c of gain="paper"; the dimensionless R of the other two.
-        gain: "paper" (lr · c / (√v̂ + eps)) and "relative" use the base's second moment and are refused
-            where it keeps none. None: "paper" where it keeps one, else "uniform" (R for all coordinates),
-            decided at the first step, group by group.
+        pullback_strength: c of gain="paper" and "scaled"; the dimensionless R of the other two.
+        gain: "paper" (lr · c / (√v̂ + eps)), "scaled" and "relative" use the base's second moment and are
+            refused where it keeps none. None: "paper" where it keeps one, else "uniform" (R for all
+            coordinates), decided at the first step, group by group.
         ema_power, update_every, ema_offset, ema_scale, max_gain, gap, return_power: as in `PACE`.
 
     >>> import torch, paceline
@@ -97,7 +97,14 @@ class Pullback(Wrapper):
 
     def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> "list[Chunk]":
         recipe = recipe_of(group)
-        return prepare(self._memory, parameters, stays_on_device(recipe), lambda t: recipe)
+        scale = self._scale() if recipe.gain == "scaled" else 1.0
+        return prepare(self._memory, parameters, stays_on_device(recipe), lambda t: recipe, scale)
+
+    def _scale(self) -> Scalar:
+        """The root mean square of √v̂ over all that the base will move, as its last step left it."""
+        members = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moments = [second_moment(self.base.state.get(p, {}), group) for p, group in members]
+        return model_scale(moments, sum(real(p).numel() for p, _ in members))
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: "list[Chunk]") -> None:
         moments: dict[Tensor, SecondMoment | None] = dict.fromkeys(moved)
@@ -166,11 +173,16 @@ class Chunk(NamedTuple):
 
 
 def prepare(
-    memory: Any, parameters: list[Tensor], on_device: bool, recipe_at: Callable[[Any], Recipe]
+    memory: Any,
+    parameters: list[Tensor],
+    on_device: bool,
+    recipe_at: Callable[[Any], Recipe],
+    scale: Scalar = 1.0,
 ) -> list[Chunk]:
     """The first half, before the base's step: seed averages at a first step, take the gaps.
 
-    `recipe_at` gives the settings in force at step t, for wrappers that change them over time.
+    `recipe_at` gives the settings in force at step t, for wrappers that change them over time; `scale` is
+    that of gain="scaled".
     """
 
     def key(parameter: Tensor) -> tuple[Tensor, object]:
@@ -180,7 +192,8 @@ def prepare(
     for alike in chunks(parameters, key):
         states = [memory[parameter] for parameter in alike]
         recipe = recipe_at(states[0]["step"] + 1 if on_device else states[0]["step"].item() + 1)
-        ats = [at_step(state["step"] + 1, recipe) for state in (states if on_device else states[:1])]
+        there = on_device_of(alike[0], scale)
+        ats = [at_step(state["step"] + 1, recipe, there) for state in (states if on_device else states[:1])]
         ats = ats if on_device else ats * len(states)
         lives = [real(parameter.detach()) for parameter in alike]
         for live, state, at in zip(lives, states, ats, strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.optim.checks import is_number, require
 
-Gain = Literal["paper", "uniform", "relative"]
+Gain = Literal["paper", "uniform", "relative", "scaled"]
 Gap = Literal["pre", "lookahead"]
 
 
@@ -84,6 +84,8 @@ def _check_strength(group: dict[str, Any]) -> None:
     strength = group["pullback_strength"]
     if group["gain"] in ("paper", None):
         _check_number(group, "pullback_strength", 0.0, float("inf"), '>= 0 for gain="paper"')
+    elif group["gain"] == "scaled":
+        _check_number(group, "pullback_strength", 0.0, 1e308, '>= 0 and finite for gain="scaled"')
     else:
         require(
             is_number(strength) and strength > -1.0,

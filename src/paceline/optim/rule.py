@@ -25,9 +25,8 @@ def averaging_rate(t: Scalar, power: float, offset: float = 1.0, scale: float = 
 
 
 # --- The gain -------------------------------------------------------------------------------------
-# One coordinate is pulled by gain = min(rate · ratio, max_gain), λ_{t,i} in Algorithm 1. The three
-# functions below are the dimensionless ratio R_i. A fourth gain is one more function and one more row
-# in `RATIOS`.
+# One coordinate is pulled by gain = min(rate · ratio, max_gain), λ_{t,i} in Algorithm 1. The functions
+# below are the dimensionless ratio R_i. Another gain is one more function and one more row in `RATIOS`.
 
 
 class Terms(NamedTuple):
@@ -39,15 +38,28 @@ class Terms(NamedTuple):
     lr: Scalar  # η in force at this step
     strength: float
     out: Tensor | None  # where to write the ratio, shaped like denominator and perhaps denominator itself
+    scale: Scalar = 1.0  # root mean square of √v̂ over the whole model, before this step
 
 
 def paper_ratio(terms: Terms) -> Tensor:
     """R_i = η c / (√v̂_i + ε): the paper's, with c in units of curvature."""
+    return _over_denominator(terms, terms.lr * terms.strength)
+
+
+def scaled_ratio(terms: Terms) -> Tensor:
+    """R_i = η c · rms(√v̂) / (√v̂_i + ε): the paper's, with c in units of the model's own gradients.
+
+    The mean is over all weights of the model and of the step before, so that no second pass over them is
+    needed. It makes no difference at a first step, where there is no gap.
+    """
+    return _over_denominator(terms, terms.lr * terms.strength * terms.scale)
+
+
+def _over_denominator(terms: Terms, numerator: Scalar) -> Tensor:
     # Finite also for c = inf: inf · 0 would be NaN where v̂ has overflowed. The gain is clipped anyway.
     limit = torch.finfo(terms.denominator.dtype).max
-    scale = terms.lr * terms.strength
-    scale = scale.clamp(max=limit) if isinstance(scale, Tensor) else min(scale, limit)
-    return torch.mul(torch.reciprocal(terms.denominator, out=terms.out), scale, out=terms.out)
+    numerator = numerator.clamp(max=limit) if isinstance(numerator, Tensor) else min(numerator, limit)
+    return torch.mul(torch.reciprocal(terms.denominator, out=terms.out), numerator, out=terms.out)
 
 
 def uniform_ratio(terms: Terms) -> Tensor:
@@ -70,6 +82,7 @@ RATIOS: dict[Gain, Callable[[Terms], Tensor]] = {
     "paper": paper_ratio,
     "uniform": uniform_ratio,
     "relative": relative_ratio,
+    "scaled": scaled_ratio,
 }
 
 
@@ -105,6 +118,7 @@ class At(NamedTuple):
     return_rate: Scalar  # β_t of the returned average, likewise
     averaging: bool | Tensor  # whether averages move at this step
     pulling: bool | Tensor  # whether live is pulled at this step
+    scale: Scalar  # root mean square of √v̂ over the model, before this step; for gain="scaled"
 
 
 def stays_on_device(recipe: Recipe) -> bool:
@@ -112,7 +126,7 @@ def stays_on_device(recipe: Recipe) -> bool:
     return recipe.capturable or torch.compiler.is_compiling()
 
 
-def at_step(step: Tensor, recipe: Recipe) -> At:
+def at_step(step: Tensor, recipe: Recipe, scale: Scalar = 1.0) -> At:
     """The scalars of the step that `step` counts (already advanced)."""
     on_device = stays_on_device(recipe)
     t: Scalar = step if on_device else step.item()
@@ -145,7 +159,13 @@ def at_step(step: Tensor, recipe: Recipe) -> At:
         return_rate=rates[1],
         averaging=averaging,
         pulling=pulling,
+        scale=scale,
     )
+
+
+def on_device_of(tensor: Tensor, scalar: Scalar) -> Scalar:
+    """A scalar where a tensor is."""
+    return scalar.to(tensor.device) if isinstance(scalar, Tensor) else scalar
 
 
 def shares(rate: Scalar, dtype: torch.dtype) -> tuple[Scalar, Scalar]:
@@ -181,8 +201,10 @@ def seed_average_(average: Tensor, live: Tensor, t: Scalar) -> None:
         average.copy_(live)
 
 
-def pace_step_(slot: Slot, recipe: Recipe) -> None:
+def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0) -> None:
     """One step of Algorithm 1 for one parameter, in place. The reference.
+
+    `scale` is for gain="scaled": the root mean square of √v̂ over the model, before this step.
 
     The AdamW part follows torch's foreach order of operations, so that strength 0 equals
     `torch.optim.AdamW` bit for bit.
@@ -190,7 +212,7 @@ def pace_step_(slot: Slot, recipe: Recipe) -> None:
     live, grad, exp_avg, exp_avg_sq, average, returned, step = slot
     beta1, beta2 = recipe.betas
     step += 1
-    at = at_step(step, recipe)
+    at = at_step(step, recipe, on_device_of(live, scale))
     if recipe.maximize:
         grad = -grad
     seed_average_(average, live, at.t)
@@ -238,7 +260,8 @@ def _kept(tensor: Tensor, recipe: Recipe) -> Tensor:
 
 def _gain(denominator: Tensor, exp_avg_sq: Tensor, at: At, recipe: Recipe) -> Tensor:
     """λ_{t,i} = min(β_t R_i, max_gain), 0 on a device step that pulls nothing."""
-    terms = Terms(denominator, exp_avg_sq, at.root_correction, at.lr, recipe.pullback_strength, out=None)
+    strength, correction = recipe.pullback_strength, at.root_correction
+    terms = Terms(denominator, exp_avg_sq, correction, at.lr, strength, out=None, scale=at.scale)
     ratio = RATIOS[recipe.gain](terms)
     gain = (ratio * at.rate).clamp(max=gain_limit(recipe, ratio.dtype))
     return torch.where(at.pulling, gain, 0.0) if isinstance(at.pulling, Tensor) else gain

@@ -27,6 +27,31 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
+def layout_of(tensor: Tensor) -> object:
+    """Alike for tensors whose sums one collective can take together."""
+    cut = (tensor.device_mesh, tensor.placements) if _is_sharded(tensor) else None
+    return tensor.device, tensor.dtype, cut
+
+
+def sums_of(tensors: "list[Tensor]") -> Tensor:
+    """The sum of each, none of which is negative: (tensors,), at least float32, whole on every rank.
+
+    They have one layout.
+    """
+    parts, dtype = [local(tensor) for tensor in tensors], torch.promote_types(tensors[0].dtype, torch.float32)
+    if parts[0].device.type == "cpu":
+        sums = torch.stack([part.sum(dtype=dtype) for part in parts])  # its norms add up in sequence
+    else:
+        sums = torch.stack(torch._foreach_norm(parts, 1, dtype))
+    first = tensors[0]
+    if not _is_sharded(first):
+        return sums
+    kinds = sys.modules["torch.distributed.tensor"]
+    placements = [kinds.Partial() if p.is_shard() else kinds.Replicate() for p in first.placements]
+    spread: Tensor = kinds.DTensor.from_local(sums, first.device_mesh, placements, run_check=False)
+    return whole(spread)
+
+
 def sharded_like(value: Tensor, tensor: Tensor) -> Tensor:
     """A full tensor, the same on every rank, cut as another one is cut; without communication."""
     if not _is_sharded(tensor) or _is_sharded(value):

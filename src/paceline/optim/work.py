@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
 
 from paceline.optim.foreach import foreach_step_
+from paceline.optim.moments import model_scale, second_moment
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import Slot, pace_step_
+from paceline.optim.rule import Scalar, Slot, pace_step_
 from paceline.optim.sharded import whole
 from paceline.optim.state import State, allocate, conform, name_of, real
 
@@ -20,7 +21,7 @@ class Work(NamedTuple):
     group: dict[str, Any]
     parameters: list[Tensor]  # those with a gradient
     slots: list[Slot]  # one for each
-    path: Callable[[list[Slot], Recipe], None]
+    path: Callable[[list[Slot], Recipe, Scalar], None]
 
 
 def plan(states: States, group: dict[str, Any], number: int) -> Work:
@@ -94,6 +95,16 @@ def _takes_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
     return foreach and not tensor_lr
 
 
-def _loop_step_(slots: list[Slot], settings: Recipe) -> None:
+def _loop_step_(slots: list[Slot], settings: Recipe, scale: Scalar) -> None:
     for slot in slots:
-        pace_step_(slot, settings)
+        pace_step_(slot, settings, scale)
+
+
+def scale_before(states: States, works: list[Work]) -> Scalar:
+    """The root mean square of √v̂ over all that this step will move, if a group asks for it."""
+    if all(work.group["gain"] != "scaled" for work in works):
+        return 1.0
+    moments = [
+        second_moment(states[parameter], work.group) for work in works for parameter in work.parameters
+    ]
+    return model_scale(moments, sum(slot.live.numel() for work in works for slot in work.slots))

@@ -65,7 +65,8 @@ def losses_of(results: Iterable[Result], pick: Pick) -> dict[float, dict[int, fl
     """Learning rate → seed → loss; a run that diverged lost infinitely much."""
     table: dict[float, dict[int, float]] = {}
     for result in results:
-        if result.method == pick.method:
+        # A run that ended without these weights says nothing of them; one without any has diverged.
+        if result.method == pick.method and (pick.weights in result.losses or not result.losses):
             loss = result.losses.get(pick.weights)
             table.setdefault(result.lr, {})[result.seed] = math.inf if loss is None else loss
     return dict(sorted(table.items()))
@@ -80,7 +81,9 @@ def best_rate(results: Sequence[Result], pick: Pick) -> float:
 def best_weights(results: Sequence[Result], method: str, candidates: Iterable[str] = ()) -> Pick:
     """The weights of a method that lose least at their best rate; of all that it has, or of these."""
     names = list(candidates) or sorted({w for r in results if r.method == method for w in r.losses})
-    picks = [Pick(method, name) for name in names]
+    # Only weights that are known at every rate: the best rate may be where others are missing.
+    rates = {result.lr for result in results if result.method == method}
+    picks = [p for name in names if losses_of(results, p := Pick(method, name)).keys() >= rates]
     return min(picks, key=lambda pick: fmean(losses_of(results, pick)[best_rate(results, pick)].values()))
 
 

@@ -15,12 +15,25 @@ Spec = str | Callable[[float], str]
 # --- What is trained --------------------------------------------------------------------------------
 
 
+PASSIVE = tuple(f"power:{power}" for power in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)) + tuple(
+    f"half_life:{fraction}" for fraction in (0.03, 0.06, 0.12, 0.25)
+)
+BLENDS = tuple(f"blend:{share},half_life,0.06" for share in (0.5, 0.75))
+FEW = ("power:0.5", "power:0.6", "power:0.7", "power:0.8", "half_life:0.06", "half_life:0.12")
+LONG = tuple(f"power:{power}" for power in (0.5, 0.6, 0.7, 0.8, 1.0))
+"""As many as a GPU with several fine-tunings at once can hold; a run of 150 steps wants long ones."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
     """A model, how long it is trained, and a learning rate about which the others lie."""
 
     settings: Mapping[str, Any]
     middle: float
+    passive: tuple[str, ...] = PASSIVE + BLENDS
+    """Averages beside AdamW."""
+    few: tuple[str, ...] = FEW
+    """Beside everything else."""
 
     def lr(self, power: int) -> float:
         """The middle one times a power of 2."""
@@ -43,9 +56,11 @@ SCALES = {
     "7m-large-batch": _pretraining("gpt:7m", 128, 500, 2e-3),
     "25m": _pretraining("gpt:25m", 32, 2000, 1e-3),
     "sft": Scale(
-        settings={"task": "sft", "length": 512, "batch_size": 32, "steps": 300, "warmup": 30}
-        | {"held_out_samples": 256},
+        settings={"task": "sft", "length": 512, "batch_size": 16, "steps": 150, "warmup": 15}
+        | {"held_out_samples": 256, "compile": True},
         middle=3e-4,
+        passive=LONG,
+        few=LONG,
     ),
     "1m": Scale(
         settings={"model": "gpt:1m", "length": 64, "batch_size": 16, "steps": 1200, "warmup": 120}
@@ -62,12 +77,6 @@ RECIPES = {"paper": "weight_decay=0.01,betas=(0.9,0.999)", "usual": "weight_deca
 ALL = (-3, -2, -1, 0, 1, 2, 3)
 RIGHT = (-1, 0, 1, 2, 3)
 
-PASSIVE = tuple(f"power:{power}" for power in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)) + tuple(
-    f"half_life:{fraction}" for fraction in (0.03, 0.06, 0.12, 0.25)
-)
-BLENDS = tuple(f"blend:{share},half_life,0.06" for share in (0.5, 0.75))
-FEW = ("power:0.5", "power:0.6", "power:0.7", "power:0.8", "half_life:0.06", "half_life:0.12")
-
 
 def grid(
     scale: Scale,
@@ -76,12 +85,13 @@ def grid(
     powers: tuple[int, ...] = RIGHT,
     *,
     recipe: str | None = "paper",
-    averages: tuple[str, ...] = FEW,
+    averages: tuple[str, ...] | None = None,
     seed: int = 1,
     **more: Any,
 ) -> Named:
     """A method at several learning rates: powers of 2 times the scale's."""
     runs = {}
+    averages = scale.few if averages is None else averages
     for power in powers:
         lr = scale.lr(power)
         text = optimizer if isinstance(optimizer, str) else optimizer(lr)
@@ -132,7 +142,7 @@ def decayed(parents: Named, out: Path) -> Named:
 def plain(scale: Scale, recipe: str = "paper", powers: tuple[int, ...] = ALL, **more: Any) -> Named:
     """AdamW at a constant rate with every average beside it."""
     spec = "candidate:gain=uniform,strength=0"
-    return to_decay(grid(scale, "adamw", spec, powers, recipe=recipe, averages=PASSIVE + BLENDS, **more))
+    return to_decay(grid(scale, "adamw", spec, powers, recipe=recipe, averages=scale.passive, **more))
 
 
 def paper(scale: Scale, strengths: tuple[float, ...], powers: tuple[int, ...] = RIGHT, **more: Any) -> Named:
@@ -151,7 +161,7 @@ def rivals(scale: Scale, **more: Any) -> Named:
     plus = "schedule_free_plus:sf_beta1_anneal_steps={steps},c_warmup={warmup},weight_decay=20"
     plus = plus.format(**scale.settings)
     runs = grid(scale, "cosine", cosine, schedule="cosine", **more)
-    runs |= grid(scale, "schedule_free", free.format(0.9, 0.999), (0, 1, 2, 3), **no_recipe, **more)
+    runs |= grid(scale, "schedule_free", free.format(0.9, 0.999), ALL, **no_recipe, **more)
     runs |= grid(scale, "schedule_free.98", free.format(0.98, 0.95), (1, 2, 3), **no_recipe, **more)
     # Its learning rate is a factor of the one it finds: 1 by default.
     found = replace(scale, middle=1.0)
@@ -246,13 +256,36 @@ SIGNED: dict[str, Spec] = {
     "scaled:15,control:0.35": "gain=scaled,strength=15,ema_power=0.35",
     "split:15,0.5": "gain=split,strength=15,push=0.5,ema_power=0.35,slow_power=0.5",
     "softened:15,0.5": "gain=softened,strength=15,push=0.5",
+    "signed:15,0.5,control:0.6": "gain=scaled,strength=15,push=0.5,ema_power=0.6",
+    "signed:15,0.7": "gain=scaled,strength=15,push=0.7",
+    "signed:5,0.5": "gain=scaled,strength=5,push=0.5",
+    "signed:40,0.5": "gain=scaled,strength=40,push=0.5",
+    "push:0.5": "gain=uniform,strength=-0.5",
+    "uniform·lr,0.5": lambda lr: f"gain=uniform,strength={125 * lr - 0.5:g}",
+    "softened:15": "gain=softened,strength=15",
+    "scaled:60,control:0.2": "gain=scaled,strength=60,ema_power=0.2",
+    "scaled:60": "gain=scaled,strength=60",
+    "scaled:15,control:0.2": "gain=scaled,strength=15,ema_power=0.2",
+    "scaled:30,control:0.35": "gain=scaled,strength=30,ema_power=0.35",
+    "scaled:60,control:0.35": "gain=scaled,strength=60,ema_power=0.35",
+    "scaled:300": "gain=scaled,strength=300",
+    "signed:300,0.5": "gain=scaled,strength=300,push=0.5",
 }
-"""Pull what has small gradients, push the rest: the best so far at 7M, of one seed."""
+"""Pull what has small gradients, push the rest."""
 
 
 def signed(scale: Scale, powers: tuple[int, ...] = (-2, *RIGHT), **more: Any) -> Named:
     """All of `SIGNED`."""
     return _all(scale, SIGNED, powers, **more)
+
+
+def schedules(scale: Scale, powers: tuple[int, ...] = (0, 1, 2), **more: Any) -> Named:
+    """The pull and the push with a learning rate that goes to 0 over the run."""
+    tried: dict[str, Spec] = {
+        "paper:0.003+cosine": "gain=paper,strength=3e-3",
+        "signed:15,0.5+cosine": SIGNED["signed:15,0.5"],
+    }
+    return _all(scale, tried, powers, schedule="cosine", **more)
 
 
 Group = Callable[[Scale, Path, int], Named]
@@ -262,11 +295,12 @@ GROUPS: dict[str, Group] = {
         plain(scale, "usual", (-2, *RIGHT), seed=seed)
         | paper(scale, (3e-3,), (0, 1, 2), recipe="usual", seed=seed)
     ),
-    "paper": lambda scale, out, seed: paper(scale, (1e-3, 3e-3, 1e-2, 3e-2), seed=seed),
+    "paper": lambda scale, out, seed: paper(scale, (1e-3, 3e-3, 1e-2, 3e-2, 0.1), ALL, seed=seed),
     "gated": lambda scale, out, seed: gated(scale, seed=seed),
     "ablations": lambda scale, out, seed: ablations(scale, seed=seed),
     "rivals": lambda scale, out, seed: rivals(scale, seed=seed),
-    "signed": lambda scale, out, seed: signed(scale, seed=seed),
+    "signed": lambda scale, out, seed: signed(scale, ALL, seed=seed),
+    "schedules": lambda scale, out, seed: schedules(scale, seed=seed),
     "signed-usual": lambda scale, out, seed: signed(scale, seed=seed, recipe="usual"),
     "hypotheses": lambda scale, out, seed: hypotheses(scale, seed=seed),
     "warmups": lambda scale, out, seed: warmups(scale, seed=seed),

@@ -10,7 +10,6 @@ from paceline.experiments import records
 from paceline.experiments.compare import pool
 from paceline.experiments.config import Run, as_mapping
 from paceline.experiments.defaults.runs import Named
-from paceline.lm import checkpoint
 
 
 def work(runs: Named, out: Path, record: Path, jobs: int, tell: Callable[[str], None]) -> None:
@@ -52,7 +51,6 @@ def summary(folder: Path, outcome: str) -> dict[str, Any]:
         },
         "losses": ends[-1]["losses"]["held-out"] if outcome == "finished" else {},
         "train": [_mean(steps[i : i + 50]) for i in range(0, len(steps), 50)],
-        "readings": readings(folder),
         "seconds": round(timing[-1]["time"] - timing[0]["time"], 1),
         "environment": {k: about["environment"][k] for k in ("commit", "torch", "gpu")},
     }
@@ -68,17 +66,6 @@ def _without_folders(name: str, value: Any) -> Any:
 def _mean(losses: list[float | None]) -> float | None:
     known = [loss for loss in losses if loss is not None]
     return round(sum(known) / len(known), 4) if known else None
-
-
-def readings(folder: Path) -> list[float]:
-    """What a candidate saw at its end, means over tensors: see `Candidate`."""
-    newest, _ = checkpoint.newest(folder / "checkpoints")
-    states = newest["optimizer"].values() if newest else ()
-    for state in states:
-        for key, value in state.items():
-            if key.endswith("flat_readings"):
-                return [round(number, 5) for number in value.mean(1).tolist()]
-    return []
 
 
 def _for_a_terminal(line: Mapping[str, Any]) -> str:
