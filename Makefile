@@ -2,12 +2,12 @@
 #
 #   make demo      paceline compare: AdamW, its averages, PACE, WSD and Schedule-Free on a small language
 #                  model, at three learning rates (under six minutes on two cores with set-up)
-#   make test      all tests
+#   make test      all tests but the longest (under ten minutes on two cores after set-up)
 #   make check     lint, types, import directions, fast tests (under a minute)
 #   make bench     time and memory of a step, side by side
 #   make test-all  make test and make bench, plus what is too slow for every day (about an hour); results
-#                  go to records/: 2,000 random sequences of operations, mutants, 1,000 kills of
-#                  trainers, 20 of comparisons, a soak
+#                  go to records/: the longest tests, 2,000 random sequences of operations, mutants,
+#                  1,000 kills of trainers, 20 of comparisons, a soak
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -31,7 +31,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
 
 bench: $(READY)
 	KINETO_LOG_LEVEL=6 $(BIN)/python benchmarks/step.py
@@ -42,7 +42,7 @@ test-all: test bench
 	PACELINE_SEQUENCES=2000 $(BIN)/pytest -s tests/optim/test_state_machine.py
 	$(BIN)/python tests/mutation.py --record records/$(TODAY)-mutants.json
 	$(BIN)/python tests/lm/kills.py --kills 1000 --record records/$(TODAY)-kills.json
-	PACELINE_KILLS=20 $(BIN)/pytest -s tests/compare -k killed_at_random
+	PACELINE_KILLS=20 $(BIN)/pytest -s -m long
 	$(BIN)/python tests/lm/soak.py --record records/$(TODAY)-soak.json
 
 clean:

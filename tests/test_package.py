@@ -33,6 +33,7 @@ def test_every_public_name_resolves_and_is_listed():
         _ = paceline.Pace
 
 
+@pytest.mark.slow
 def test_only_public_names_are_importable_from_the_top():
     code = "from paceline import *; print(sorted(n for n in dir() if not n.startswith('_')))"
     names = sorted(n for n in paceline.__all__ if not n.startswith("_"))

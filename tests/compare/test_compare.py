@@ -323,6 +323,7 @@ def check_whole(out, expected):
     assert not list(out.glob("runs/*/checkpoints")) and not list(out.rglob(".tmp-*"))
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_it_ends_in_the_same_report(room, undisturbed, tmp_path):
     """Alone or with its children: those of a parent that was killed end by themselves."""
     expected, seconds = undisturbed
@@ -352,7 +353,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_report(room, undisturbed, 
     print(f"{killed} kills in {rounds} comparisons")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_stops_and_saves_all_runs(room, undisturbed, tmp_path, number):
     expected, _ = undisturbed
     out = tmp_path / "c"

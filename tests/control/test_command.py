@@ -230,7 +230,7 @@ def test_the_documentation_lists_the_same_errata():
         assert f"| {' | '.join(erratum)} |" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_figures_make_a_page_that_needs_nothing_else(tmp_path, capsys):
     assert main(["theory", "figures", "--out", str(tmp_path)]) == 0
     assert "page: " in capsys.readouterr().out

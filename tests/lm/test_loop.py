@@ -90,6 +90,7 @@ def test_adamw_is_a_plain_torch_loop_to_the_bit():
     assert losses[-1] < losses[0] - 0.01
 
 
+@pytest.mark.slow
 def test_averages_of_any_kind_leave_the_live_weights_alone():
     """AdamW, AdamW with averages beside it, and PACE of strength 0."""
     adamw = trainee_of()
@@ -250,6 +251,7 @@ def test_the_norm_is_that_before_clipping_and_the_limit_holds():
     assert step.grad_norm > 0.1 and moved == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch, on processors without bfloat16
 def test_bfloat16_is_close_and_weights_stay_float32():
     exact, rough = trainee_of(), trainee_of()

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from problems import PATHS
 
 from paceline import PACE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("foreach", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_bfloat16_model_of_5000_steps_has_an_accurate_average(foreach):
     """The average in the state is within 1e-3 (in fact 1e-5) of a float64 one of the same iterates."""
     torch.manual_seed(0)

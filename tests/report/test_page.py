@@ -186,6 +186,7 @@ def test_colours_stand_out_and_no_two_methods_look_alike() -> None:
     assert all(style(one) != style(other) for one, other in combinations(range(40), 2))
 
 
+@pytest.mark.slow
 def test_pictures_show_lines(report: Report, tmp_path: Path) -> None:
     to_rgb = pytest.importorskip("matplotlib.colors").to_rgb
     imread = pytest.importorskip("matplotlib.image").imread
