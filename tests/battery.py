@@ -30,6 +30,8 @@ class Row:
     keeps_grad: bool = True  # .grad is the same after a step
     own_clock: bool = True  # each parameter counts its own steps; otherwise the group does
     needs_closure: bool = False
+    is_apart: bool = True  # what a parameter does depends on itself alone
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16)
     can_be_copied: bool = True  # by deepcopy and pickle
 
 
@@ -69,6 +71,13 @@ ROWS = {
     ),
     "PACE": Row(lambda p, lr: PACE(p, lr=lr, pullback_strength=0.3, foreach=False), refused=PACE_REFUSED),
     "PACE foreach": Row(lambda p, lr: PACE(p, lr=lr, pullback_strength=0.3, foreach=True)),
+    "PACE fused": Row(
+        lambda p, lr: PACE(p, lr=lr, pullback_strength=0.3, fused=True), dtypes=(torch.float32,)
+    ),
+    "PACE scaled": Row(
+        lambda p, lr: PACE(p, lr=lr, gain="scaled", pullback_strength=15, ema_power=0.2, return_power=0.7),
+        is_apart=False,
+    ),
     "PACE returned": Row(
         lambda p, lr: PACE(p, lr=lr, gain="relative", pullback_strength=0.5, return_power=0.8, update_every=2)
     ),
@@ -168,6 +177,7 @@ if "AdamCScheduleFreePlusPaper" in dir(schedulefree):  # after release 1.4.1
         lr=0.1,
         own_clock=False,
         needs_closure=True,
+        is_apart=False,
     )
 
 rows = pytest.mark.parametrize("name", ROWS)

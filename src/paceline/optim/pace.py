@@ -54,6 +54,8 @@ class PACE(Averaging):
             and returned; it never influences training. None: the control average is returned.
         skip_nonfinite: skip the whole step if any gradient has a NaN or Inf (one host read a step).
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
+        fused: True takes the update of float32 weights on a CPU in one pass over memory, by a function in C
+            that is built once, in a second, with the compiler at hand. It is not kept in saved states.
 
     >>> import torch, paceline
     >>> model = torch.nn.Linear(2, 1)
@@ -91,6 +93,7 @@ class PACE(Averaging):
         return_power: float | None = None,
         skip_nonfinite: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
@@ -111,6 +114,7 @@ class PACE(Averaging):
             "return_power": return_power,
             "skip_nonfinite": skip_nonfinite,
             "foreach": foreach,
+            "fused": fused,
             "maximize": maximize,
             "capturable": capturable,
             "differentiable": differentiable,

@@ -114,12 +114,27 @@ def _check_switches(group: dict[str, Any]) -> None:
     for name in ("maximize", "capturable", "differentiable", "skip_nonfinite"):
         require(isinstance(group[name], bool), f"{name} value", group[name], "True or False")
     require(group["foreach"] in (None, True, False), "foreach value", group["foreach"], "None, True, False")
+    _check_fused(group)
     if group["foreach"] and group["differentiable"]:
         raise ValueError("foreach=True does not support differentiable=True; use foreach=False")
     if group["skip_nonfinite"] and group["capturable"]:
         raise ValueError(
             "skip_nonfinite=True reads a flag on the host, which capturable=True rules out; "
             "use one of the two"
+        )
+
+
+def _check_fused(group: dict[str, Any]) -> None:
+    require(group["fused"] in (None, True, False), "fused value", group["fused"], "None, True, False")
+    if not group["fused"]:
+        return
+    for name in ("foreach", "differentiable", "capturable"):
+        if group[name]:
+            raise ValueError(f"fused=True and {name}=True exclude each other; use one of the two")
+    if group["gain"] == "relative":
+        raise ValueError(
+            'fused=True goes over the weights once, and gain="relative" needs a mean of each tensor first; '
+            'use gain="scaled", or leave fused out'
         )
 
 

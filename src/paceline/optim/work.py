@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
 
+from paceline.optim import native
 from paceline.optim.foreach import foreach_step_
 from paceline.optim.moments import model_scale, second_moment
 from paceline.optim.recipe import Recipe
@@ -17,11 +18,14 @@ from paceline.optim.state import State, allocate, conform, name_of, real
 States = MutableMapping[Tensor, State]
 
 
+Path = Callable[[list[Slot], Recipe, Scalar], None]
+
+
 class Work(NamedTuple):
     group: dict[str, Any]
     parameters: list[Tensor]  # those with a gradient
     slots: list[Slot]  # one for each
-    path: Callable[[list[Slot], Recipe, Scalar], None]
+    path: Path
 
 
 def plan(states: States, group: dict[str, Any], number: int) -> Work:
@@ -29,8 +33,16 @@ def plan(states: States, group: dict[str, Any], number: int) -> Work:
     members = [(i, parameter) for i, parameter in enumerate(group["params"]) if parameter.grad is not None]
     parameters = [parameter for _, parameter in members]
     _check_capture(states, group, parameters)
-    path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
     slots = [_slot(states, parameter, group, number, i) for i, parameter in members]
+    path: Path
+    # A compiler cannot look into C; it makes one pass of the foreach path itself.
+    if group["fused"] and not torch.compiler.is_compiling():
+        for (i, _), slot in zip(members, slots, strict=True):
+            if reason := native.refusal(slot):
+                raise RuntimeError(f"{name_of(group, number, i)} {reason}")
+        path = native.native_step_
+    else:
+        path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
     return Work(group, parameters, slots, path)
 
 
