@@ -263,6 +263,7 @@ SIGNED: dict[str, Spec] = {
     "push:0.5": "gain=uniform,strength=-0.5",
     "uniform·lr,0.5": lambda lr: f"gain=uniform,strength={125 * lr - 0.5:g}",
     "softened:15": "gain=softened,strength=15",
+    "scaled:30,control:0.2": "gain=scaled,strength=30,ema_power=0.2",
     "scaled:60,control:0.2": "gain=scaled,strength=60,ema_power=0.2",
     "scaled:60": "gain=scaled,strength=60",
     "scaled:15,control:0.2": "gain=scaled,strength=15,ema_power=0.2",
