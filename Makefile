@@ -34,7 +34,7 @@ check: $(READY)
 	$(PYTEST) -m "not slow and not long"
 
 bench: $(READY)
-	KINETO_LOG_LEVEL=6 $(BIN)/python benchmarks/step.py
+	$(BIN)/paceline bench --out demo-output/bench
 	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/training.py overhead
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step import environment, gpt_shapes, make_parameters, seconds, temporary_bytes
 
 from paceline import PACE
+from paceline.experiments.bench.command import environment
+from paceline.experiments.bench.measure import seconds, temporary_bytes
+from paceline.experiments.bench.subjects import gpt_shapes, make_parameters
 from paceline.optim.probes import probe
 
 NEVER = 10**9

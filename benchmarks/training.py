@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from step import environment
 
 from paceline import PACE
+from paceline.experiments.bench.command import environment
 from paceline.lm.batch import numbers_at
 from paceline.lm.evaluate import summed_loss
 from paceline.lm.gpt import GPT, shape_of

@@ -1,4 +1,4 @@
-"""The command `paceline`: compare, train, evaluate, export, prepare data, look into folders, theory."""
+"""The command `paceline`: compare, train, evaluate, export, data, look into folders, bench, theory."""
 
 import argparse
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
 from paceline.experiments import config
+from paceline.experiments.bench import command as bench
 from paceline.experiments.compare.method import DEFAULT as METHODS
 from paceline.experiments.config import ConfigError
 from paceline.experiments.terminal import printable
@@ -55,6 +56,7 @@ file (--config run.toml), under the same names; flags win over it.""",
     "eval": "example:\n  paceline eval runs/first --weights average",
     "export": "example:\n  paceline export runs/first model/ --weights average",
     "doctor": "example:\n  paceline doctor runs/first",
+    "bench": bench.EXAMPLES,
     "theory": theory.EXAMPLES,
     "data": "example:\n  paceline data shards/ --data my.jsonl.xz --tokenizer gpt2",
 }
@@ -167,6 +169,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     data.add_argument("folder", type=Path, help="where to write the shards")
     data.add_argument("--data", nargs="+", required=True, help="as in train")
     data.add_argument("--tokenizer", default="bpe:2048", help="as in train")
+    bench.add(add("bench", "what a step of PACE costs on this machine, beside its rivals", _bench))
     theory.add(
         add("theory", "the theory behind PACE: numbers, pictures, advice on your runs", _theory), _Parser
     )
@@ -365,6 +368,10 @@ def _data(options: argparse.Namespace) -> int:
     for part, tokens in (("train", text.training), ("held-out", text.held_out)):
         _say(f"{part}: {tokens.documents:,} documents, {tokens.count:,} tokens of {tokens.vocabulary:,}")
     return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    return bench.run(options, _say)
 
 
 def _theory(options: argparse.Namespace) -> int:

@@ -1,0 +1,110 @@
+"""Timing: a rival and torch's fused AdamW take turns, so that a busy machine slows both alike."""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.experiments.bench.subjects import BASE, RIVALS, Shapes, Step, make_parameters, state_bytes
+
+
+class Row(NamedTuple):
+    """What one optimizer costs on one set of tensors."""
+
+    model: str
+    optimizer: str
+    ms: float
+    """Median of a step, on the wall."""
+    low: float
+    """A tenth of the steps is quicker."""
+    high: float
+    """A tenth is slower."""
+    ratio: float
+    """To torch's fused AdamW, by medians of the same rounds."""
+    bandwidth: float
+    """Share of the bandwidth of copying: the least that must be read and written, by the time it took."""
+    state: float
+    """Bytes kept for a parameter, beside the weight."""
+    temporary: float
+    """The most that a step holds for a moment, bytes for a parameter."""
+
+
+def copy_bandwidth(device: str, elements: int = 2**26, rounds: int = 7) -> float:
+    """Bytes a second, reads and writes both counted, of copying one large tensor to another."""
+    source, target = (torch.zeros(elements, device=device) for _ in range(2))
+    target.copy_(source)
+    best = min(seconds(lambda: target.copy_(source), device) for _ in range(rounds))
+    return 8 * elements / best
+
+
+def seconds(step: Step, device: str) -> float:
+    """Of one call, until the device has done it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def temporary_bytes(step: Step, device: str) -> int:
+    """The most that one call holds beyond what was there before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        step()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def measure(
+    model: str, shapes: Shapes, names: list[str], device: str, rounds: int, bandwidth: float
+) -> Iterator[Row]:
+    """A row for each optimizer, as they are done."""
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    for name in names:
+        rival = RIVALS[name]
+        steps: dict[str, Step] = {}
+        holders: dict[str, Any] = {}
+        for each in dict.fromkeys((BASE, name)):
+            steps[each], holders[each] = RIVALS[each].make(make_parameters(shapes, device))
+        for step in steps.values():  # first steps allocate and build
+            step()
+            step()
+        times: dict[str, list[float]] = {each: [] for each in steps}
+        for _ in range(rounds):
+            for each, step in steps.items():
+                times[each].append(seconds(step, device))
+        own = times[name]
+        middle = statistics.median(own)
+        tenths = statistics.quantiles(own, n=10, method="inclusive") if len(own) > 1 else own * 9
+        yield Row(
+            model=model,
+            optimizer=name,
+            ms=1e3 * middle,
+            low=1e3 * tenths[0],
+            high=1e3 * tenths[-1],
+            ratio=middle / statistics.median(times[BASE]),
+            bandwidth=rival.traffic * count / middle / bandwidth,
+            state=state_bytes(holders[name]) / count,
+            temporary=temporary_bytes(steps[name], device) / count,
+        )
+        del steps, holders, step
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,162 @@
+"""What is timed: optimizers, and the tensors that they step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from paceline.optim import PACE, Pullback
+
+Shapes = list[tuple[int, ...]]
+Step = Callable[[], Any]
+
+
+# --- Tensors ----------------------------------------------------------------------------------------
+
+
+def gpt_shapes(layers: int, width: int, vocabulary: int, context: int) -> Shapes:
+    """The tensors of a GPT-2 with tied embeddings."""
+    block: Shapes = [(width,)] * 4 + [(3 * width, width), (3 * width,), (width, width), (width,)]
+    block += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return [(vocabulary, width), (context, width), *block * layers, (width,), (width,)]
+
+
+def llama_shapes(layers: int, width: int, inner: int, vocabulary: int) -> Shapes:
+    """The tensors of a Llama with tied embeddings and as many keys as queries."""
+    block: Shapes = [(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner), (width,), (width,)]
+    return [(vocabulary, width), *block * layers, (width,)]
+
+
+MODELS: dict[str, Callable[[], Shapes]] = {
+    "gpt-18m": lambda: gpt_shapes(8, 384, 9600, 256),
+    "gpt2": lambda: gpt_shapes(12, 768, 50257, 1024),
+    "llama-1.7b": lambda: llama_shapes(24, 2048, 8192, 49152),
+    "flat": lambda: [(18_000_000,)],
+    "flat-124m": lambda: [(124_000_000,)],
+    "small": lambda: [(1000,)] * 320,
+}
+USUAL = {"cpu": ("gpt-18m", "flat", "small"), "cuda": ("gpt2", "llama-1.7b", "flat-124m", "small")}
+
+
+# --- Optimizers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rival:
+    """An optimizer, and the least that it has to read and write."""
+
+    make: Callable[[list[nn.Parameter]], tuple[Step, Any]]
+    """Of parameters: what takes a step, and what holds the state."""
+    traffic: int
+    """Bytes of a float32 parameter that go through memory in one pass."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+def _plain(optimizer: Any) -> tuple[Step, Any]:
+    return optimizer.step, optimizer
+
+
+def _with_ema(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
+    """The least that an EMA costs: one foreach call after the step."""
+    optimizer = AdamW(parameters, fused=True)
+    live = [parameter.detach() for parameter in parameters]
+    averages = [tensor.clone() for tensor in live]
+
+    def step() -> None:
+        optimizer.step()
+        torch._foreach_lerp_(averages, live, 0.001)
+
+    return step, (optimizer, averages)
+
+
+def _with_averaged_model(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
+    optimizer, model = AdamW(parameters, fused=True), nn.ParameterList(parameters)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))  # type: ignore[no-untyped-call]
+
+    def step() -> None:
+        optimizer.step()
+        averaged.update_parameters(model)
+
+    return step, (optimizer, [p.detach() for p in averaged.module.parameters()])
+
+
+def _with_clipping(make: Callable[[list[nn.Parameter]], tuple[Step, Any]]) -> Any:
+    def made(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
+        inner, holder = make(parameters)
+
+        def step() -> None:
+            nn.utils.clip_grad_norm_(parameters, 1e9)
+            inner()
+
+        return step, holder
+
+    return made
+
+
+def _schedule_free(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
+    from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
+
+    optimizer = AdamWScheduleFree(parameters, foreach=True)
+    optimizer.train()
+    return _plain(optimizer)
+
+
+BASE = "AdamW, fused"
+RIVALS: dict[str, Rival] = {
+    BASE: Rival(make=lambda p: _plain(AdamW(p, fused=True)), traffic=28),
+    "AdamW, foreach": Rival(make=lambda p: _plain(AdamW(p, foreach=True)), traffic=28),
+    "AdamW, fused, and an EMA": Rival(make=_with_ema, traffic=36),
+    "AdamW, fused, and torch's AveragedModel": Rival(make=_with_averaged_model, traffic=36),
+    "AdamW, fused, clipped": Rival(make=_with_clipping(lambda p: _plain(AdamW(p, fused=True))), traffic=32),
+    "Schedule-Free AdamW": Rival(make=_schedule_free, traffic=28),
+    "PACE, fused, strength 0": Rival(
+        make=lambda p: _plain(PACE(p, fused=True, pullback_strength=0.0)), traffic=36, devices=("cpu",)
+    ),
+    "PACE, fused": Rival(make=lambda p: _plain(PACE(p, fused=True)), traffic=36, devices=("cpu",)),
+    "PACE, fused, two averages": Rival(
+        make=lambda p: _plain(PACE(p, fused=True, return_power=0.8)), traffic=44, devices=("cpu",)
+    ),
+    "PACE, fused, scaled": Rival(
+        make=lambda p: _plain(PACE(p, fused=True, gain="scaled", pullback_strength=15.0)),
+        traffic=36,
+        devices=("cpu",),
+    ),
+    "PACE, foreach": Rival(make=lambda p: _plain(PACE(p, foreach=True)), traffic=36),
+    "PACE, foreach, relative": Rival(
+        make=lambda p: _plain(PACE(p, foreach=True, gain="relative", pullback_strength=0.5)), traffic=36
+    ),
+    "PACE, foreach, scaled": Rival(
+        make=lambda p: _plain(PACE(p, foreach=True, gain="scaled", pullback_strength=15.0)), traffic=36
+    ),
+    "PACE, per tensor": Rival(make=lambda p: _plain(PACE(p, foreach=False)), traffic=36),
+    "Pullback of AdamW, fused": Rival(
+        make=lambda p: _plain(Pullback(AdamW(p, fused=True), pullback_strength=3e-3)), traffic=36
+    ),
+}
+
+
+def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
+    """Random weights with random gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+    parameters = []
+    for shape in shapes:
+        weights, gradient = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
+        parameters.append(nn.Parameter(weights))
+        parameters[-1].grad = gradient
+    return parameters
+
+
+def state_bytes(holder: Any) -> int:
+    """Of everything that is kept beside the weights, but the weights themselves."""
+    if isinstance(holder, Tensor):
+        return holder.numel() * holder.element_size()
+    if isinstance(holder, list | tuple):
+        return sum(map(state_bytes, holder))
+    if isinstance(holder, dict):
+        return sum(map(state_bytes, holder.values()))
+    state = getattr(holder, "state", None)
+    return sum(state_bytes(dict(entries)) for entries in state.values()) if state is not None else 0
