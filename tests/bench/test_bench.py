@@ -8,6 +8,8 @@ import torch
 from paceline.cli import main
 from paceline.experiments.bench import measure, subjects
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def tiny(monkeypatch):

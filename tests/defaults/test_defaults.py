@@ -66,6 +66,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", GAINS)
 def test_a_candidate_goes_on_from_its_state(gain):
     whole, before, after = _model(), _model(), _model()
@@ -87,6 +88,7 @@ def test_a_candidate_goes_on_from_its_state(gain):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)  # its scalars are kept in float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", sorted(GAINS.keys() - {"paper"}))
 def test_all_gains_but_the_papers_are_blind_to_the_scale_of_the_loss(gain):
     plain, scaled = _model(), _model()

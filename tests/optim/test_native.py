@@ -64,6 +64,7 @@ def test_against_the_reference(name):
             assert state["step"].item() == t + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFERED)
 def test_a_run_ends_where_the_loop_ends(name):
     ours, theirs = (make_parameters(dtype=torch.float32, shapes=SHAPES) for _ in range(2))

@@ -120,6 +120,7 @@ def test_state_moves_between_paths(there, back):
 @pytest.mark.parametrize(
     "name", ["strong", "uniform", "lookahead", "maximize", "return_power", "relative", "scaled"]
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", [[(256, 256)] * 8, [(512, 1024)]])
 def test_temporary_memory_of_a_foreach_step(name, shapes):
     """At most two model-sized temporaries; "relative" needs one more of its largest tensor's size."""

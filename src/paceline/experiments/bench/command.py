@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="[a GPU if there is one]")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="gpt-18m, gpt2, llama-1.7b, flat, …")
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="WORD", help="of all optimizers those with it"
+        "--only", nargs="+", default=[""], metavar="WORD", help="only those with it in their name"
     )
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="steps of each [15]")
     parser.add_argument("--out", type=Path, default=Path("bench"), metavar="FOLDER", help="[bench]")
