@@ -1,4 +1,4 @@
-"""Run by test_distributed.py, one process a rank: `python ranks.py SCENARIO FOLDER`."""
+"""Run by test_distributed.py, one process a rank: `python ranks.py FOLDER SCENARIO…`, one after another."""
 
 import os
 import sys
@@ -221,6 +221,10 @@ if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    dist.barrier()
+    for name in sys.argv[2:]:
+        print(name, flush=True)  # the last one printed is the one that failed
+        room = Path(sys.argv[1]) / name
+        room.mkdir(exist_ok=True)
+        globals()[name](room)
+        dist.barrier()
     dist.destroy_process_group()
