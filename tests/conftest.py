@@ -1,0 +1,15 @@
+"""In what order tests run."""
+
+# A process of its own each, or several: the last of them would be waited for by all other workers.
+LONGEST = (
+    "test_wheel_in_a_clean_environment",
+    "test_killed_runs_end_as_undisturbed_ones",
+    "test_two_ranks",
+    "test_any_sequence_of_operations_agrees_with_the_reference",
+    "test_runs_that_prepare_the_same_data_at_once_wait_for_each_other",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest first; all others as they are."""
+    items.sort(key=lambda item: item.name.partition("[")[0] not in LONGEST)
