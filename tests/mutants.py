@@ -152,8 +152,8 @@ RULE = [
     Mutant(
         "work-scale-of-one-group",
         "work.py",
-        "work.group) for work in works for parameter in work.parameters\n",
-        "work.group) for work in works[:1] for parameter in work.parameters\n",
+        "work.group) for work in works for parameter in work.parameters]\n",
+        "work.group) for work in works[:1] for parameter in work.parameters]\n",
         (f"{_SCALED}::test_the_scale_is_that_of_all_groups_and_of_those_that_take_part",),
     ),
     Mutant(

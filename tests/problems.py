@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from paceline import PACE
+from paceline.experiments.bench.measure import temporary_bytes
 
 PATHS = [False, True]  # foreach: the loop, which is the reference, and the list path
 SHAPES = [(4, 3), (5,), (), (2, 3, 2)]
@@ -100,15 +101,7 @@ def _bytes(tensor):
 
 def peak_bytes(action):
     """The most bytes that tensors made during the action held at once, by the profiler's count."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        action()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    return temporary_bytes(action, "cpu")
 
 
 SETTINGS = {"pullback_strength": 30.0, "update_every": 2, "return_power": 0.9}

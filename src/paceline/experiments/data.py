@@ -9,7 +9,6 @@
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from paceline.cache import cache_folder
 from paceline.experiments.config import ConfigError
 from paceline.lm.chat import ChatFormat, ChatSamples, chat_rows, messages_of, prepare_chat
 from paceline.lm.documents import ROWS, TEXT, Files, cut, is_held_out, open_source
@@ -36,11 +36,6 @@ class Text:
     vocabulary: Vocabulary
     training: Tokens
     held_out: Tokens
-
-
-def cache_folder() -> Path:
-    """Where prepared data is kept for later runs; PACELINE_CACHE names another place."""
-    return Path(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")).expanduser()
 
 
 def prepare_text(

@@ -86,8 +86,7 @@ def scale_of(found: list[Member]) -> Scalar:
     """The scale that the next step will take for gain="scaled"."""
     if all(member.group["gain"] != "scaled" for member in found):
         return 1.0
-    moments = [second_moment(member.state, member.group) for member in found]
-    return model_scale(moments, sum(real(member.parameter).numel() for member in found))
+    return model_scale([(member.parameter, member.state, member.group) for member in found])
 
 
 def look(member: Member, scale: Scalar) -> Before:

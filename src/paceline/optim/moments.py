@@ -42,22 +42,27 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> SecondM
     return None
 
 
-def model_scale(moments: Sequence[SecondMoment | None], elements: int) -> Scalar:
-    """The root mean square of √v̂ over all of these, `elements` real numbers; () and at least float32.
+def model_scale(members: Sequence[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]]) -> Scalar:
+    """The root mean square of √v̂ over all of these: parameters, their states and groups. () and ≥ float32.
 
     Of parameters that have not stepped yet nothing is known, they count as 0. So does a tensor with a NaN or
     Inf: it spoils itself, and must not spoil the rest.
     """
     alike: dict[object, list[SecondMoment]] = {}
-    for moment in moments:
-        correction = None if moment is None else moment.root_correction
-        if moment is not None and (isinstance(correction, Tensor) or correction != 0):
-            key = layout_of(moment.value), None if isinstance(correction, Tensor) else correction
-            alike.setdefault(key, []).append(moment)
+    for _, state, group in members:
+        moment = second_moment(state, group)
+        if moment is None:
+            continue
+        correction = moment.root_correction
+        if isinstance(correction, Tensor):
+            alike.setdefault((layout_of(moment.value), None), []).append(moment)
+        elif correction != 0:
+            alike.setdefault((layout_of(moment.value), correction), []).append(moment)
+    elements = sum(real(parameter).numel() for parameter, _, _ in members)
     total: Tensor | None = None
-    for group in alike.values():
-        sums = sums_of([moment.value for moment in group])
-        roots = [moment.root_correction for moment in group]
+    for moments in alike.values():
+        sums = sums_of([moment.value for moment in moments])
+        roots = [moment.root_correction for moment in moments]
         known = [root for root in roots if isinstance(root, Tensor)]
         squares = torch.stack(known).to(sums).square() if known else roots[0] ** 2
         part = torch.nan_to_num(sums / squares, nan=0.0, posinf=0.0).sum()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from paceline.cache import cache_folder
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import At, Scalar, Slot, at_step, gain_limit, seed_average_, shares
 from paceline.optim.sharded import mesh_of
@@ -75,7 +76,7 @@ def _built() -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     about = (" ".join(FLAGS), platform.platform(), str(compiler))
     key = hashlib.sha256("\0".join((SOURCE.read_text(), *about)).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")).expanduser() / "native"
+    folder = cache_folder() / "native"
     library = folder / f"step-{key}.so"
     if library.exists():
         return library

@@ -102,9 +102,10 @@ class Pullback(Wrapper):
 
     def _scale(self) -> Scalar:
         """The root mean square of √v̂ over all that the base will move, as its last step left it."""
-        members = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        moments = [second_moment(self.base.state.get(p, {}), group) for p, group in members]
-        return model_scale(moments, sum(real(p).numel() for p, _ in members))
+        state, groups = self.base.state, self.param_groups
+        return model_scale(
+            [(p, state.get(p, {}), group) for group in groups for p in group["params"] if p.grad is not None]
+        )
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: "list[Chunk]") -> None:
         moments: dict[Tensor, SecondMoment | None] = dict.fromkeys(moved)

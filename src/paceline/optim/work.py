@@ -9,7 +9,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_
 
 from paceline.optim import native
 from paceline.optim.foreach import foreach_step_
-from paceline.optim.moments import model_scale, second_moment
+from paceline.optim.moments import model_scale
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, pace_step_
 from paceline.optim.sharded import whole
@@ -116,7 +116,6 @@ def scale_before(states: States, works: list[Work]) -> Scalar:
     """The root mean square of √v̂ over all that this step will move, if a group asks for it."""
     if all(work.group["gain"] != "scaled" for work in works):
         return 1.0
-    moments = [
-        second_moment(states[parameter], work.group) for work in works for parameter in work.parameters
-    ]
-    return model_scale(moments, sum(slot.live.numel() for work in works for slot in work.slots))
+    return model_scale(
+        [(parameter, states[parameter], work.group) for work in works for parameter in work.parameters]
+    )

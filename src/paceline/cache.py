@@ -1,0 +1,9 @@
+"""Where things are kept that can be made again: prepared data, what was built."""
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """~/.cache/paceline; PACELINE_CACHE names another place."""
+    return Path(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")).expanduser()
