@@ -8,6 +8,7 @@ example:
 import argparse
 import sys
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ def main() -> None:
     parser.add_argument("--record", type=Path, required=True, help="file that gets a line a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--jobs", type=int, default=4, help="runs at once (default 4)")
-    parser.add_argument("--only", nargs="+", default=[""], help="runs whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], help="names of runs, with * for anything (default all)"
+    )
     parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--held-out", nargs="*", default=[])
     parser.add_argument("--tokenizer")
@@ -44,11 +47,12 @@ def main() -> None:
         name: run
         for seed in given.seeds
         for group in given.groups
-        for name, run in GROUPS[group](scale, given.out, seed).items()
-        if any(part in name for part in given.only)
+        for name, run in GROUPS[group](scale, seed).items()
+        if any(fnmatchcase(name, pattern) for pattern in given.only)
     }
     try:
-        work(runs, given.out, given.record, given.jobs, lambda text: print(text, flush=True))
+        # Names do not say the scale, and runs of two scales may be at work at once.
+        work(runs, given.out / given.scale, given.record, given.jobs, lambda text: print(text, flush=True))
     except Interrupted as stop:
         sys.exit(str(stop))
 

@@ -2,7 +2,7 @@
 
 example:
   python -m paceline.experiments.defaults.figures records/FILE.jsonl --out docs/defaults.png \\
-      adamw "signed:15,0.5" paper:0.003 schedule_free
+      --methods adamw scaled:15,control:0.2 paper:0.003 schedule_free
 """
 
 import argparse
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 def draw(results: Sequence[Result], methods: Sequence[str], path: Path) -> list[str]:
-    """Three panels, and their numbers as lines of text."""
+    """Three panels, and their numbers as lines of text; the others are compared with the first method."""
     from matplotlib.figure import Figure
 
     picks = [best_weights(results, method) for method in methods]
-    reference = min(picks, key=lambda pick: _best(results, pick))
+    reference = picks[0]
     figure = Figure(figsize=(15, 4.6), dpi=140, layout="constrained", facecolor="white")
     over_rates, over_trials, over_steps = (figure.add_subplot(1, 3, i) for i in (1, 2, 3))
     lines = _regret(over_rates, results, picks, reference)
@@ -45,10 +45,6 @@ def draw(results: Sequence[Result], methods: Sequence[str], path: Path) -> list[
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path)
     return lines
-
-
-def _best(results: Sequence[Result], pick: Pick) -> float:
-    return fmean(losses_of(results, pick)[best_rate(results, pick)].values())
 
 
 def _regret(axes: "Axes", results: Sequence[Result], picks: Sequence[Pick], reference: Pick) -> list[str]:
@@ -65,8 +61,13 @@ def _regret(axes: "Axes", results: Sequence[Result], picks: Sequence[Pick], refe
         lines.append(f"  {pick.method}: " + ", ".join(f"{lr:g}: {value}" for lr, value in known.items()))
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.05)
-    axes.set_ylim(bottom=-0.01)
-    _label(axes, "Regret of one fixed setting", "learning rate", "held-out loss over the best, nats")
+    axes.set_ylim(bottom=-0.025)
+    _label(
+        axes,
+        "Regret of one fixed setting",
+        "learning rate",
+        f"held-out loss over {reference.method} at {there:g}, nats",
+    )
     return lines
 
 
@@ -120,14 +121,14 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("record", type=Path)
-    parser.add_argument("methods", nargs="+")
+    parser.add_argument("records", nargs="+", type=Path)
+    parser.add_argument("--methods", nargs="+", required=True, help="the first is compared with")
     parser.add_argument("--out", type=Path, required=True, help="the PNG file")
     given = parser.parse_args()
-    results = read([given.record])
+    results = read(given.records)
     known = {result.method for result in results}
     if missing := [method for method in given.methods if method not in known]:
-        parser.error(f"{missing[0]} is not in {given.record}; there are {', '.join(sorted(known))}")
+        parser.error(f"{missing[0]} is in no record; there are {', '.join(sorted(known))}")
     for line in draw(results, given.methods, given.out):
         print(line)
 

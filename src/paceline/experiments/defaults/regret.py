@@ -1,7 +1,8 @@
 """What the lines of the study say. Pure functions; no torch.
 
 A *pick* is one fixed setting: a method, and the weights that it returns. Its *regret* at a learning rate is
-how much more it loses there than the best of all picks at their best rates, on the same seeds.
+how much more it loses there than the best of all picks at their best rates, on the same seeds. Settings were
+chosen by seed 1, so where there are others it is not reported.
 """
 
 import argparse
@@ -61,6 +62,20 @@ def read(paths: Iterable[Path]) -> list[Result]:
     return found
 
 
+CHOSEN_BY = 1
+"""The seed that settings were chosen by."""
+
+
+def to_report(seeds: Iterable[int]) -> list[int]:
+    """Those that nothing was chosen by, if there are any.
+
+    >>> to_report([1, 12, 11]), to_report([1])
+    ([11, 12], [1])
+    """
+    known = sorted(seeds)
+    return [seed for seed in known if seed != CHOSEN_BY] or known
+
+
 def losses_of(results: Iterable[Result], pick: Pick) -> dict[float, dict[int, float]]:
     """Learning rate → seed → loss; a run that diverged lost infinitely much."""
     table: dict[float, dict[int, float]] = {}
@@ -104,7 +119,7 @@ def regret(
 ) -> Estimate | None:
     """Loss of a pick less that of a reference, paired by seed; None if they share none."""
     ours, theirs = losses_of(results, pick).get(lr, {}), losses_of(results, reference)[reference_lr]
-    shared = sorted(ours.keys() & theirs.keys())
+    shared = to_report(ours.keys() & theirs.keys())
     return estimate([ours[seed] - theirs[seed] for seed in shared]) if shared else None
 
 
@@ -141,7 +156,8 @@ def table(results: Sequence[Result]) -> list[list[str]]:
     for method in sorted({result.method for result in results}):
         pick = best_weights(results, method)
         losses = losses_of(results, pick)
-        cells = [str(estimate(list(losses[lr].values()))) if lr in losses else "" for lr in rates]
+        reported = {lr: [by_seed[seed] for seed in to_report(by_seed)] for lr, by_seed in losses.items()}
+        cells = [str(estimate(reported[lr])) if lr in reported else "" for lr in rates]
         rows.append([method, pick.weights, *cells])
     return rows
 

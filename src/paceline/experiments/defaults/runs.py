@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from paceline.experiments.config import Run
@@ -117,23 +116,12 @@ def plainly(lr: float) -> str:
     return f"{lr:.10f}".rstrip("0").rstrip(".")
 
 
-def to_decay(runs: Named) -> Named:
-    """The same, with a checkpoint after four fifths, where that costs less than training anew."""
+def decayed(runs: Named) -> Named:
+    """The same with WSD: over the last fifth the rate goes to 0."""
     return {
-        k: v if v.task == "sft" else replace(v, checkpoint_every=(v.steps or 0) * 4 // 5, keep=2)
-        for k, v in runs.items()
+        f"{method}+wsd-{lr}-{seed}": replace(run, schedule="wsd:decay=0.2")
+        for (method, lr, seed), run in ((name.rsplit("-", 2), run) for name, run in runs.items())
     }
-
-
-def decayed(parents: Named, out: Path) -> Named:
-    """WSD: the last fifth of each run again, with a rate that goes to 0."""
-    runs = {}
-    for name, run in parents.items():
-        method, lr, seed = name.rsplit("-", 2)
-        fork = f"{out / name}@{run.checkpoint_every}" if run.checkpoint_every != run.steps else None
-        run = replace(run, schedule="wsd:decay=0.2", fork=fork, checkpoint_every=run.steps)
-        runs[f"{method}+wsd-{lr}-{seed}"] = run
-    return runs
 
 
 # --- Methods ----------------------------------------------------------------------------------------
@@ -142,7 +130,7 @@ def decayed(parents: Named, out: Path) -> Named:
 def plain(scale: Scale, recipe: str = "paper", powers: tuple[int, ...] = ALL, **more: Any) -> Named:
     """AdamW at a constant rate with every average beside it."""
     spec = "candidate:gain=uniform,strength=0"
-    return to_decay(grid(scale, "adamw", spec, powers, recipe=recipe, averages=scale.passive, **more))
+    return grid(scale, "adamw", spec, powers, recipe=recipe, averages=scale.passive, **more)
 
 
 def paper(scale: Scale, strengths: tuple[float, ...], powers: tuple[int, ...] = RIGHT, **more: Any) -> Named:
@@ -150,7 +138,7 @@ def paper(scale: Scale, strengths: tuple[float, ...], powers: tuple[int, ...] = 
     runs: Named = {}
     for c in strengths:
         runs |= grid(scale, f"paper:{c:g}", f"candidate:gain=paper,strength={c:g}", powers, **more)
-    return to_decay(runs)
+    return runs
 
 
 def rivals(scale: Scale, **more: Any) -> Named:
@@ -164,8 +152,8 @@ def rivals(scale: Scale, **more: Any) -> Named:
     runs |= grid(scale, "schedule_free", free.format(0.9, 0.999), ALL, **no_recipe, **more)
     runs |= grid(scale, "schedule_free.98", free.format(0.98, 0.95), (1, 2, 3), **no_recipe, **more)
     # Its learning rate is a factor of the one it finds: 1 by default.
-    found = replace(scale, middle=1.0)
-    runs |= grid(found, "schedule_free_plus", plus, (-1, 0, 1), clip_norm=None, **no_recipe, **more)
+    found, factors = replace(scale, middle=1.0), (-5, -4, -3, -2, -1, 0, 1)
+    runs |= grid(found, "schedule_free_plus", plus, factors, clip_norm=None, **no_recipe, **more)
     runs |= grid(scale, "gpa", "gpa:mu_x=0.9967,mu_y=0.7", (0, 1, 2), averages=(), **more)
     runs |= grid(scale, "ema_nesterov", "ema_nesterov:push=0.3", (-1, 0, 1), **more)
     mix = "ademamix:alpha=5,betas=(0.9,0.999,0.999),weight_decay=0.01"
@@ -216,7 +204,7 @@ def gated(scale: Scale, powers: tuple[int, ...] = (-2, *RIGHT), **more: Any) -> 
     for r, threshold, push in GATES:
         spec = f"candidate:gain=gated,strength={r:g},threshold={threshold:g},push={push:g}"
         runs |= grid(scale, f"gated:{r:g},{threshold:g},{push:g}", spec, powers, **more)
-    return to_decay(runs)
+    return runs
 
 
 def ablations(scale: Scale, powers: tuple[int, ...] = (0, 2), **more: Any) -> Named:
@@ -262,11 +250,7 @@ SIGNED: dict[str, Spec] = {
     "signed:40,0.5": "gain=scaled,strength=40,push=0.5",
     "push:0.5": "gain=uniform,strength=-0.5",
     "uniform·lr,0.5": lambda lr: f"gain=uniform,strength={125 * lr - 0.5:g}",
-    "softened:15": "gain=softened,strength=15",
-    "scaled:30,control:0.2": "gain=scaled,strength=30,ema_power=0.2",
-    "scaled:60,control:0.2": "gain=scaled,strength=60,ema_power=0.2",
     "scaled:60": "gain=scaled,strength=60",
-    "scaled:15,control:0.2": "gain=scaled,strength=15,ema_power=0.2",
     "scaled:30,control:0.35": "gain=scaled,strength=30,ema_power=0.35",
     "scaled:60,control:0.35": "gain=scaled,strength=60,ema_power=0.35",
     "scaled:300": "gain=scaled,strength=300",
@@ -280,6 +264,21 @@ def signed(scale: Scale, powers: tuple[int, ...] = (-2, *RIGHT), **more: Any) ->
     return _all(scale, SIGNED, powers, **more)
 
 
+STRENGTHS = (15, 30, 60, 120, 240)
+
+
+def short(scale: Scale, powers: tuple[int, ...] = ALL, **more: Any) -> Named:
+    """The scaled pull toward a short average, and what it does to steady motion done to the step alone."""
+    runs: Named = {}
+    for r in STRENGTHS:
+        spec = f"candidate:gain=scaled,strength={r},ema_power=0.2"
+        runs |= grid(scale, f"scaled:{r},control:0.2", spec, powers, **more)
+        runs |= grid(scale, f"softened:{r}", f"candidate:gain=softened,strength={r}", powers, **more)
+        library = f"pace:gain=scaled,pullback_strength={r},ema_power=0.2"
+        runs |= grid(scale, f"PACE:scaled,{r},control:0.2", library, powers, **more)
+    return runs
+
+
 def schedules(scale: Scale, powers: tuple[int, ...] = (0, 1, 2), **more: Any) -> Named:
     """The pull and the push with a learning rate that goes to 0 over the run."""
     tried: dict[str, Spec] = {
@@ -289,27 +288,29 @@ def schedules(scale: Scale, powers: tuple[int, ...] = (0, 1, 2), **more: Any) ->
     return _all(scale, tried, powers, schedule="cosine", **more)
 
 
-Group = Callable[[Scale, Path, int], Named]
+Group = Callable[[Scale, int], Named]
 GROUPS: dict[str, Group] = {
-    "baselines": lambda scale, out, seed: plain(scale, seed=seed),
-    "usual": lambda scale, out, seed: (
+    "baselines": lambda scale, seed: plain(scale, seed=seed),
+    "usual": lambda scale, seed: (
         plain(scale, "usual", (-2, *RIGHT), seed=seed)
         | paper(scale, (3e-3,), (0, 1, 2), recipe="usual", seed=seed)
     ),
-    "paper": lambda scale, out, seed: paper(scale, (1e-3, 3e-3, 1e-2, 3e-2, 0.1), ALL, seed=seed),
-    "gated": lambda scale, out, seed: gated(scale, seed=seed),
-    "ablations": lambda scale, out, seed: ablations(scale, seed=seed),
-    "rivals": lambda scale, out, seed: rivals(scale, seed=seed),
-    "signed": lambda scale, out, seed: signed(scale, ALL, seed=seed),
-    "schedules": lambda scale, out, seed: schedules(scale, seed=seed),
-    "signed-usual": lambda scale, out, seed: signed(scale, seed=seed, recipe="usual"),
-    "hypotheses": lambda scale, out, seed: hypotheses(scale, seed=seed),
-    "warmups": lambda scale, out, seed: warmups(scale, seed=seed),
-    "decay": lambda scale, out, seed: decayed(
+    "paper": lambda scale, seed: paper(scale, (1e-3, 3e-3, 1e-2, 3e-2, 0.1), ALL, seed=seed),
+    "gated": lambda scale, seed: gated(scale, seed=seed),
+    "ablations": lambda scale, seed: ablations(scale, seed=seed),
+    "rivals": lambda scale, seed: rivals(scale, seed=seed),
+    "signed": lambda scale, seed: signed(scale, ALL, seed=seed),
+    "short": lambda scale, seed: short(scale, seed=seed),
+    "short-usual": lambda scale, seed: short(scale, seed=seed, recipe="usual"),
+    "schedules": lambda scale, seed: schedules(scale, seed=seed),
+    "signed-usual": lambda scale, seed: signed(scale, seed=seed, recipe="usual"),
+    "hypotheses": lambda scale, seed: hypotheses(scale, seed=seed),
+    "warmups": lambda scale, seed: warmups(scale, seed=seed),
+    "decay": lambda scale, seed: decayed(
         plain(scale, seed=seed)
         | plain(scale, "usual", (-2, *RIGHT), seed=seed)
         | paper(scale, (3e-3,), seed=seed)
-        | gated(scale, seed=seed),
-        out,
+        | short(scale, seed=seed)
+        | gated(scale, seed=seed)
     ),
 }

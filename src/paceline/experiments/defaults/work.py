@@ -13,27 +13,20 @@ from paceline.experiments.defaults.runs import Named
 
 
 def work(runs: Named, out: Path, record: Path, jobs: int, tell: Callable[[str], None]) -> None:
-    """Do the runs that the record has no line of, in their order; forks after all others."""
+    """Do the runs that the record has no line of, in their order."""
     done = {line["name"] for line in records.read(record)} if record.exists() else set()
     cells = [pool.Cell(run=run, folder=out / name) for name, run in runs.items() if name not in done]
     tell(f"{len(cells)} runs to do, {len(runs) - len(cells)} done before")
-    for wave in ([c for c in cells if not c.run.fork], [c for c in cells if c.run.fork]):
-        for told in pool.run_all(wave, jobs, threads=1):
-            match told:
-                case (cell, pool.Ended(how="finished" | "diverged" as how)):
-                    line = summary(cell.folder, how)
-                    with record.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line, allow_nan=False) + "\n")
-                    tell(_for_a_terminal(line))
-                    if not _is_parent(cell.run):
-                        shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
-                case (cell, pool.Ended(how=how, text=text)):
-                    tell(f"{cell.folder.name}: {how}: {text}")
-
-
-def _is_parent(run: Run) -> bool:
-    """Whether another may go on from its checkpoint."""
-    return run.checkpoint_every != run.steps
+    for told in pool.run_all(cells, jobs, threads=1):
+        match told:
+            case (cell, pool.Ended(how="finished" | "diverged" as how)):
+                line = summary(cell.folder, how)
+                with record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line, allow_nan=False) + "\n")
+                tell(_for_a_terminal(line))
+                shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
+            case (cell, pool.Ended(how=how, text=text)):
+                tell(f"{cell.folder.name}: {how}: {text}")
 
 
 def summary(folder: Path, outcome: str) -> dict[str, Any]:
