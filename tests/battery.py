@@ -75,7 +75,7 @@ ROWS = {
         lambda p, lr: PACE(p, lr=lr, pullback_strength=0.3, fused=True), dtypes=(torch.float32,)
     ),
     "PACE scaled": Row(
-        lambda p, lr: PACE(p, lr=lr, gain="scaled", pullback_strength=15, ema_power=0.2, return_power=0.7),
+        lambda p, lr: PACE(p, lr=lr, gain="scaled"),
         is_apart=False,
     ),
     "PACE returned": Row(

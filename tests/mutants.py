@@ -916,9 +916,30 @@ PACE = [
     Mutant(
         "pace-group-settings-unchecked",
         "pace.py",
-        "            recipe.check({**self.defaults, **param_group})",
-        "            pass",
+        "            recipe.check(settings)\n",
+        "",
         (f"{_SETTINGS}::test_a_groups_own_settings_are_checked_too",),
+    ),
+    Mutant(
+        "pace-group-takes-what-suits-the-first",
+        "pace.py",
+        "            settings = recipe.completed({**self.defaults, **param_group})",
+        "            settings = {**recipe.completed(self.defaults), **param_group}",
+        (f"{_SETTINGS}::test_a_group_with_a_gain_of_its_own_gets_what_suits_that",),
+    ),
+    Mutant(
+        "recipe-same-average-twice",
+        "recipe.py",
+        '    if full["return_power"] == full["ema_power"]:\n        full["return_power"] = None\n',
+        "",
+        (f"{_SETTINGS}::test_what_is_not_said_suits_the_gain",),
+    ),
+    Mutant(
+        "recipe-what-suits-overrides",
+        "recipe.py",
+        "        if full[name] is None:\n            full[name] = usual",
+        "        full[name] = usual",
+        (f"{_SETTINGS}::test_what_is_not_said_suits_the_gain",),
     ),
     Mutant(
         "pace-added-group-holds-live",

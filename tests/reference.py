@@ -18,9 +18,9 @@ class Reference:
         betas=(0.9, 0.999),
         eps=1e-8,
         weight_decay=1e-2,
-        pullback_strength=3e-3,
+        pullback_strength=None,
         gain="paper",
-        ema_power=0.5,
+        ema_power=None,
         update_every=1,
         ema_offset=1.0,
         ema_scale=1.0,
@@ -29,6 +29,12 @@ class Reference:
         return_power=None,
         maximize=False,
     ):
+        if gain == "scaled":
+            ema_power = 0.2 if ema_power is None else ema_power
+            return_power = 0.7 if return_power is None else return_power
+            pullback_strength = 15.0 if pullback_strength is None else pullback_strength
+        ema_power = 0.5 if ema_power is None else ema_power
+        pullback_strength = 3e-3 if pullback_strength is None else pullback_strength
         self.live = np.array(start, dtype=np.float64)
         self.m = np.zeros_like(self.live)
         self.v = np.zeros_like(self.live)

@@ -261,7 +261,7 @@ def test_the_gain_is_chosen_by_what_the_base_keeps(make, gain):
 @pytest.mark.parametrize("gain", ["paper", "relative", "scaled"])
 def test_a_gain_that_the_base_cannot_size_is_refused(gain):
     parameters = make_parameters()
-    optimizer = Pullback(optim.SGD(parameters, lr=1e-2), gain=gain)
+    optimizer = Pullback(optim.SGD(parameters, lr=1e-2), gain=gain, pullback_strength=0.5)
     with pytest.raises(RuntimeError, match=r'SGD keeps none; use gain="uniform"'):
         advance(optimizer, parameters, make_gradients(1))
 

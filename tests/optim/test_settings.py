@@ -38,6 +38,7 @@ REFUSED = [
     ({"pullback_strength": -1e-3}, "pullback_strength", "-0.001", '>= 0 for gain="paper"'),
     ({"pullback_strength": math.nan}, "pullback_strength", "nan", ">= 0"),
     ({"pullback_strength": -1.0, "gain": "uniform"}, "pullback_strength", "-1.0", "> -1"),
+    ({"gain": "uniform"}, "pullback_strength", "None", '> -1 for gain="uniform"'),
     ({"pullback_strength": -2.0, "gain": "relative"}, "pullback_strength", "-2.0", "> -1"),
     ({"gain": "papre"}, "gain", "'papre'", "'paper', 'uniform', 'relative', 'scaled'"),
     ({"pullback_strength": -0.1, "gain": "scaled"}, "pullback_strength", "-0.1", ">= 0 and finite"),
@@ -326,3 +327,46 @@ def test_device_scalars_of_parameters_of_different_age_and_at_rate_0(name, forea
         runs.append(everything(optimizer))
     for ours, theirs in zip(runs[1].values(), runs[0].values(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+# --- What suits a gain --------------------------------------------------------------------------------
+
+SUITED = ("pullback_strength", "ema_power", "return_power")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (3e-3, 0.5, None)),
+        ({"gain": "scaled"}, (15.0, 0.2, 0.7)),
+        ({"gain": "scaled", "pullback_strength": 0.0, "return_power": 0.9}, (0.0, 0.2, 0.9)),
+        ({"gain": "scaled", "return_power": 0.2}, (15.0, 0.2, None)),
+        ({"gain": "scaled", "ema_power": 0.7}, (15.0, 0.7, None)),
+        ({"gain": "relative", "pullback_strength": 1.0}, (1.0, 0.5, None)),
+        ({"ema_power": 0.7, "return_power": 0.7}, (3e-3, 0.7, None)),
+    ],
+)
+def test_what_is_not_said_suits_the_gain(settings, expected):
+    for optimizer in (
+        PACE([torch.ones(2).requires_grad_()], **settings),
+        PACE([{"params": [torch.ones(2).requires_grad_()], **settings}]),
+    ):
+        (group,) = optimizer.param_groups
+        assert tuple(group[name] for name in SUITED) == expected
+        (state,) = optimizer.state.values()
+        assert ("returned" in state) == (expected[2] is not None)
+
+
+def test_a_group_with_a_gain_of_its_own_gets_what_suits_that():
+    first, second = torch.ones(2).requires_grad_(), torch.ones(2).requires_grad_()
+    added = {"params": [second], "gain": "paper"}
+    optimizer = PACE([first], gain="scaled")
+    optimizer.add_param_group(added)
+    assert optimizer.param_groups[1] is added  # as in torch: who keeps it can change it
+    assert [[group[name] for name in SUITED] for group in optimizer.param_groups] == [
+        [15.0, 0.2, 0.7],
+        [3e-3, 0.5, None],
+    ]
+    optimizer = PACE([first], gain="scaled", pullback_strength=7.0)
+    optimizer.add_param_group({"params": [second], "gain": "paper"})
+    assert optimizer.param_groups[1]["pullback_strength"] == 7.0  # said for all groups

@@ -153,6 +153,8 @@ def choose(shift: int, choices: dict[str, int]) -> dict[str, Any]:
     # Unclipped, the paper's gain is 1e8 and more where a gradient was always 0: nothing stays finite.
     if chosen["gain"] == "paper" and chosen["max_gain"] == math.inf:
         chosen["max_gain"] = 1.0
+    if chosen["return_power"] == chosen["ema_power"]:  # is one average
+        chosen["return_power"] = None
     return chosen
 
 

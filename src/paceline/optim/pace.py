@@ -38,20 +38,23 @@ class PACE(Averaging):
         params: parameters or parameter groups; any setting below may differ between groups.
         lr: learning rate, float or 1-element Tensor. Under gain="paper" it also scales the pull.
         betas, eps, weight_decay: AdamW's.
-        pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it.
+        pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it. None: 3e-3 for "paper",
+            15 for "scaled"; the other gains have no usual one.
         gain: how a coordinate's pull is sized. "paper": as above. "uniform": rate · strength for all.
             "relative": rate · strength · clip(rms(√v̂)/(√v̂+eps), ¼, 4), which does not depend on loss
             scale, learning rate or size. For these two a strength in (−1, 0) pushes away. "scaled": as
             "paper", times the rms of √v̂ over the whole model, so that the loss may have any scale; it pulls
             weights whose gradients are small beside the model's, such as those of queries and keys.
-        ema_power: κ in the paper, 0 to 1. 1 averages all iterates alike, 0 makes the average live.
+        ema_power: κ in the paper, 0 to 1. 1 averages all iterates alike, 0 makes the average live. None: 0.2
+            for "scaled", else 0.5.
         update_every: pull and average at every n-th step only.
         ema_offset, ema_scale: the averaging rate is (ema_offset + ema_scale · t)^-ema_power.
         max_gain: clip of the gain; inf for none.
         gap: "pre" pulls by the gap before the AdamW step, Algorithm 1. "lookahead" averages first and
             moves toward the new average; an infinite strength is then Lookahead with one inner step.
         return_power: a second average with this power is kept and is the one that is shown, exported
-            and returned; it never influences training. None: the control average is returned.
+            and returned; it never influences training. None: 0.7 for "scaled"; else, and where it equals
+            ema_power, there is only the one that pulls, and that is returned.
         skip_nonfinite: skip the whole step if any gradient has a NaN or Inf (one host read a step).
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
         fused: True takes the update of float32 weights on a CPU in one pass over memory, by a function in C
@@ -82,9 +85,9 @@ class PACE(Averaging):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        pullback_strength: float = 3e-3,
+        pullback_strength: float | None = None,
         gain: Gain = "paper",
-        ema_power: float = 0.5,
+        ema_power: float | None = None,
         update_every: int = 1,
         ema_offset: float = 1.0,
         ema_scale: float = 1.0,
@@ -119,7 +122,7 @@ class PACE(Averaging):
             "capturable": capturable,
             "differentiable": differentiable,
         }
-        recipe.check(defaults)
+        recipe.check(recipe.completed(defaults))
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -128,7 +131,9 @@ class PACE(Averaging):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its settings are checked and its state exists from here on."""
         if isinstance(param_group, dict):
-            recipe.check({**self.defaults, **param_group})
+            settings = recipe.completed({**self.defaults, **param_group})
+            recipe.check(settings)
+            param_group.update((name, settings[name]) for name in recipe.USUAL["paper"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["parameters_hold"] = self.param_groups[0]["parameters_hold"]

@@ -11,7 +11,7 @@ from paceline.optim import weights
 from paceline.optim.foreach import Lists, chunks, control_, denominators_of, gaps_of
 from paceline.optim.loading import Format
 from paceline.optim.moments import SecondMoment, model_scale, second_moment
-from paceline.optim.recipe import Gain, Gap, Recipe, check_control
+from paceline.optim.recipe import Gain, Gap, Recipe, check_control, completed
 from paceline.optim.rule import At, Scalar, at_step, on_device_of, seed_average_, stays_on_device
 from paceline.optim.state import State, averages_of, real, returned_key
 from paceline.optim.wrapper import Wrapper, refuse_averaging_base
@@ -43,7 +43,8 @@ class Pullback(Wrapper):
 
     Arguments:
         base: the optimizer to wrap. Schedule-Free optimizers and PACE are refused.
-        pullback_strength: c of gain="paper" and "scaled"; the dimensionless R of the other two.
+        pullback_strength: c of gain="paper" and "scaled"; the dimensionless R of the other two. None: as in
+            `PACE`, by the gain that is given here; 3e-3 where none is.
         gain: "paper" (lr · c / (√v̂ + eps)), "scaled" and "relative" use the base's second moment and are
             refused where it keeps none. None: "paper" where it keeps one, else "uniform" (R for all
             coordinates), decided at the first step, group by group.
@@ -71,9 +72,9 @@ class Pullback(Wrapper):
         self,
         base: Optimizer,
         *,
-        pullback_strength: float = 3e-3,
+        pullback_strength: float | None = None,
         gain: Gain | None = None,
-        ema_power: float = 0.5,
+        ema_power: float | None = None,
         update_every: int = 1,
         ema_offset: float = 1.0,
         ema_scale: float = 1.0,
@@ -93,7 +94,7 @@ class Pullback(Wrapper):
             "gap": gap,
             "return_power": return_power,
         }
-        super().__init__(base, settings)
+        super().__init__(base, completed(settings))
 
     def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> "list[Chunk]":
         recipe = recipe_of(group)

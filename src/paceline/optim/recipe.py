@@ -41,6 +41,29 @@ class Recipe:
 _NAMES = tuple(field.name for field in fields(Recipe))
 
 
+USUAL: dict[str, dict[str, float | None]] = {
+    "paper": {"pullback_strength": 3e-3, "ema_power": 0.5, "return_power": None},
+    "uniform": {"ema_power": 0.5},
+    "relative": {"ema_power": 0.5},
+    "scaled": {"pullback_strength": 15.0, "ema_power": 0.2, "return_power": 0.7},
+}
+"""What is taken where the user says nothing. Strengths of two gains have nothing to do with each other."""
+
+
+def completed(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group, with what suits its gain in place of None.
+
+    A second average of the same power would be the first: it is not kept.
+    """
+    full = dict(group)
+    for name, usual in USUAL.get(group["gain"] or "paper", {}).items():
+        if full[name] is None:
+            full[name] = usual
+    if full["return_power"] == full["ema_power"]:
+        full["return_power"] = None
+    return full
+
+
 def _check_number(group: dict[str, Any], name: str, low: float, high: float, allowed: str) -> None:
     value = group[name]
     # A NaN fails both comparisons, so it is refused with the rest.

@@ -121,7 +121,7 @@ RIVALS: dict[str, Rival] = {
         make=lambda p: _plain(PACE(p, fused=True, return_power=0.8)), traffic=44, devices=("cpu",)
     ),
     "PACE, fused, scaled": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, gain="scaled", pullback_strength=15.0)),
+        make=lambda p: _plain(PACE(p, fused=True, gain="scaled", return_power=0.2)),
         traffic=36,
         devices=("cpu",),
     ),
@@ -130,7 +130,7 @@ RIVALS: dict[str, Rival] = {
         make=lambda p: _plain(PACE(p, foreach=True, gain="relative", pullback_strength=0.5)), traffic=36
     ),
     "PACE, foreach, scaled": Rival(
-        make=lambda p: _plain(PACE(p, foreach=True, gain="scaled", pullback_strength=15.0)), traffic=36
+        make=lambda p: _plain(PACE(p, foreach=True, gain="scaled", return_power=0.2)), traffic=36
     ),
     "PACE, per tensor": Rival(make=lambda p: _plain(PACE(p, foreach=False)), traffic=36),
     "Pullback of AdamW, fused": Rival(

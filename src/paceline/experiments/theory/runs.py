@@ -14,6 +14,7 @@ from paceline.experiments.config import ConfigError
 from paceline.experiments.report.palette import style
 from paceline.experiments.report.results import Outcomes, Result, differences, find_runs, is_pace, read_run
 from paceline.experiments.theory.picture import Picture, labels, line
+from paceline.optim.recipe import USUAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -199,8 +200,8 @@ def average_of(run: Result, method: str) -> str | None:
         name, _, spec = text.rpartition("=")
         if weights == (name or text.replace(":", "_").replace(".", "_").replace(",", "_")):
             return str(spec)
-    power = _setting(run, "return_power", None)
-    return f"power:{_setting(run, 'ema_power', 0.5) if power is None else power:g}"
+    power = _setting(run, "return_power")
+    return f"power:{_setting(run, 'ema_power') if power is None else power:g}"
 
 
 def _title(kind: Kind) -> str:
@@ -223,17 +224,17 @@ def situation_of(kind: Kind, best_lr: float | None) -> Situation:
         lr=kind.lr,
         steps=int(kind.reading("t")),
         ratio=max(kind.ratios[1], -0.99),
-        ema_power=float(_setting(kind.runs[0], "ema_power", 0.5) or 0.0),
+        ema_power=float(_setting(kind.runs[0], "ema_power") or 0.0),
         best_lr=best_lr,
     )
 
 
-def _setting(run: Result, name: str, default: float | None) -> float | None:
-    for part in run.config["optimizer"].partition(":")[2].split(","):
-        key, _, value = part.partition("=")
-        if key.strip() == name:
-            return None if value.strip() in ("None", "null", "none") else float(value)
-    return default
+def _setting(run: Result, name: str) -> float | None:
+    parts = (part.partition("=") for part in run.config["optimizer"].partition(":")[2].split(","))
+    given = {key.strip(): value.strip() for key, _, value in parts}
+    if given.get(name, "None").lower() not in ("none", "null"):
+        return float(given[name])
+    return USUAL[given.get("gain", "paper").strip("'\"")].get(name)
 
 
 def _seen(kind: Kind, outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None) -> list[str]:
