@@ -131,7 +131,7 @@ RULE = [
     Mutant(
         "rule-paper-gain-infinite",
         "rule.py",
-        "else min(numerator, limit)",
+        "else min(float(numerator), limit)",
         "else numerator",
         (f"{_FAULTS}::test_an_infinite_strength_stays_finite_where_the_second_moment_overflows",),
     ),
@@ -434,8 +434,8 @@ RULE = [
     Mutant(
         "rule-gap-after-the-step",
         "rule.py",
-        "live.add_(gap * gain)",
-        "live.add_((average - live) * gain)",
+        "            pull_(live, gap, gain)",
+        "            pull_(live, average - live, gain)",
         (_REFERENCE,),
     ),
     Mutant(
@@ -513,15 +513,15 @@ RULE = [
     Mutant(
         "rule-gain-without-rate",
         "rule.py",
-        "gain = (ratio * at.rate).clamp(",
-        "gain = ratio.clamp(",
+        "strength, correction = float(recipe.pullback_strength) * at.rate,",
+        "strength, correction = float(recipe.pullback_strength),",
         (_REFERENCE,),
     ),
     Mutant(
         "rule-gain-at-the-returned-rate",
         "rule.py",
-        "gain = (ratio * at.rate).clamp(",
-        "gain = (ratio * at.return_rate).clamp(",
+        "strength, correction = float(recipe.pullback_strength) * at.rate,",
+        "strength, correction = float(recipe.pullback_strength) * at.return_rate,",
         (_SECOND,),
     ),
     Mutant(
@@ -719,8 +719,8 @@ FOREACH = [
     Mutant(
         "foreach-gain-without-rate",
         "foreach.py",
-        '    torch._foreach_mul_(gains, _each(ats, "rate"))\n',
-        "",
+        "strength, root = float(recipe.pullback_strength) * at.rate,",
+        "strength, root = float(recipe.pullback_strength),",
         (_LOOP,),
     ),
     Mutant(

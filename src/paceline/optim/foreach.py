@@ -130,8 +130,7 @@ def control_(lists: Lists, ats: list[At], recipe: Recipe) -> None:
         if lookahead:
             _lerp_lives_(lives, averages, gains)
         else:
-            torch._foreach_mul_(gaps, gains)
-            torch._foreach_add_(lives, gaps)
+            _pull_(lives, gaps, gains)
         del gains
     # Freed before the averages' own temporaries.
     gaps.clear()
@@ -168,14 +167,22 @@ def _gains_(
     for i, at in enumerate(ats):
         # Replaced in the list, so that a low-precision one is freed at once.
         denominator = denominators[i] = denominators[i].to(averages[i].dtype)
-        strength, root = recipe.pullback_strength, at.root_correction
+        strength, root = float(recipe.pullback_strength) * at.rate, at.root_correction
         terms = Terms(denominator, exp_avg_sqs[i], root, at.lr, strength, out=denominator, scale=at.scale)
         gains.append(RATIOS[recipe.gain](terms))
-    torch._foreach_mul_(gains, _each(ats, "rate"))
     torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))
     if isinstance(ats[0].pulling, Tensor):
         gains = [torch.where(on, gain, 0.0) for gain, on in zip(gains, _each(ats, "pulling"), strict=True)]
     return gains
+
+
+def _pull_(lives: list[Tensor], gaps: list[Tensor], gains: list[Tensor]) -> None:
+    """`pull_` for many."""
+    if lives[0].dtype == gaps[0].dtype:
+        torch._foreach_addcmul_(lives, gaps, gains)
+    else:
+        torch._foreach_mul_(gaps, gains)
+        torch._foreach_add_(lives, gaps)
 
 
 def _lerp_lives_(lives: list[Tensor], averages: list[Tensor], gains: list[Tensor]) -> None:

@@ -36,7 +36,7 @@ class Terms(NamedTuple):
     exp_avg_sq: Tensor  # v, same shape
     root_correction: Scalar  # √(1 − β₂ᵗ)
     lr: Scalar  # η in force at this step
-    strength: float
+    strength: Scalar  # every ratio is proportional to it
     out: Tensor | None  # where to write the ratio, shaped like denominator and perhaps denominator itself
     scale: Scalar = 1.0  # root mean square of √v̂ over the whole model, before this step
 
@@ -58,7 +58,7 @@ def scaled_ratio(terms: Terms) -> Tensor:
 def _over_denominator(terms: Terms, numerator: Scalar) -> Tensor:
     # Finite also for c = inf: inf · 0 would be NaN where v̂ has overflowed. The gain is clipped anyway.
     limit = torch.finfo(terms.denominator.dtype).max
-    numerator = numerator.clamp(max=limit) if isinstance(numerator, Tensor) else min(numerator, limit)
+    numerator = numerator.clamp(max=limit) if isinstance(numerator, Tensor) else min(float(numerator), limit)
     return torch.mul(torch.reciprocal(terms.denominator, out=terms.out), numerator, out=terms.out)
 
 
@@ -243,7 +243,7 @@ def control_(slot: Slot, gap: Tensor | None, denominator: Tensor, at: At, recipe
     if at.pulling is not False:
         gain = _gain(denominator.to(average.dtype), _kept(slot.exp_avg_sq, recipe), at, recipe)
         if gap is not None:
-            live.add_(gap * gain)
+            pull_(live, gap, gain)
         else:
             start = _kept(live, recipe).to(average.dtype)
             live.copy_(torch.lerp(start, _kept(average, recipe), gain))
@@ -253,6 +253,14 @@ def control_(slot: Slot, gap: Tensor | None, denominator: Tensor, at: At, recipe
         move_average_(slot.returned, live, at.return_rate)
 
 
+def pull_(live: Tensor, gap: Tensor, gain: Tensor) -> None:
+    """live ← live + gain · gap, in the precision of the gap."""
+    if live.dtype == gap.dtype:
+        live.addcmul_(gap, gain)
+    else:
+        live.add_(gap * gain)
+
+
 def _kept(tensor: Tensor, recipe: Recipe) -> Tensor:
     """What autograd keeps for backward must not move on with the next update in place."""
     return tensor.clone() if recipe.differentiable else tensor
@@ -260,8 +268,8 @@ def _kept(tensor: Tensor, recipe: Recipe) -> Tensor:
 
 def _gain(denominator: Tensor, exp_avg_sq: Tensor, at: At, recipe: Recipe) -> Tensor:
     """λ_{t,i} = min(β_t R_i, max_gain), 0 on a device step that pulls nothing."""
-    strength, correction = recipe.pullback_strength, at.root_correction
+    strength, correction = float(recipe.pullback_strength) * at.rate, at.root_correction
     terms = Terms(denominator, exp_avg_sq, correction, at.lr, strength, out=None, scale=at.scale)
-    ratio = RATIOS[recipe.gain](terms)
-    gain = (ratio * at.rate).clamp(max=gain_limit(recipe, ratio.dtype))
+    gain = RATIOS[recipe.gain](terms)
+    gain = gain.clamp(max=gain_limit(recipe, gain.dtype))
     return torch.where(at.pulling, gain, 0.0) if isinstance(at.pulling, Tensor) else gain
