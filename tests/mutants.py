@@ -60,6 +60,7 @@ _DEVICE_AGES = f"{_SETTINGS}::test_device_scalars_of_parameters_of_different_age
 _DIFFERENTIABLE = f"{_SETTINGS}::test_differentiable_steps_have_the_gradient_of_finite_differences"
 _GRADIENTS = f"{_FAULTS}::test_gradients_are_never_modified"
 _BAD = f"{_FAULTS}::test_a_bad_gradient_spoils_its_own_coordinate_and_no_other"
+_FITS = "tests/optim/test_fits.py"
 _SKIP = f"{_FAULTS}::test_skip_nonfinite_leaves_everything_bit_for_bit"
 _PRECISION = "tests/optim/test_precision.py::test_the_average_moves_where_a_low_precision_one_stands_still"
 _DTYPES = "tests/optim/test_precision.py::test_precision_of_the_state"
@@ -902,6 +903,41 @@ STATE = [
         "whole((grad * 0).sum())",
         "whole(grad.sum() * 0)",
         (f"{_FAULTS}::test_skip_nonfinite_does_not_take_huge_gradients_for_bad",),
+    ),
+    Mutant(
+        "work-fit-whatever-strides",
+        "work.py",
+        "        or parameter.stride() != fit.stride\n        or grad.stride() != fit.stride\n",
+        "",
+        (_FITS,),
+    ),
+    Mutant(
+        "work-fit-whatever-gradient-strides",
+        "work.py",
+        "        or grad.stride() != fit.stride\n",
+        "",
+        (_FITS,),
+    ),
+    Mutant(
+        "work-fit-whatever-addresses",
+        "work.py",
+        "    if _addresses(parameter, kept) != fit.addresses:\n        return None\n",
+        "",
+        (_FITS,),
+    ),
+    Mutant(
+        "work-fit-whatever-settings",
+        "work.py",
+        " or fit.settings != settings:",
+        ":",
+        (_FITS,),
+    ),
+    Mutant(
+        "work-fit-whatever-layout",
+        "work.py",
+        "        or grad.layout != torch.strided\n",
+        "",
+        (_FITS,),
     ),
     Mutant(
         "work-only-first-gradient-checked",

@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -38,16 +39,6 @@ _PULLS = {"uniform": 2, "paper": 1, "scaled": 1}
 
 
 # --- Building it ------------------------------------------------------------------------------------
-
-
-class _Row(ctypes.Structure):
-    """Tensor of native.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("live", "grad", "exp_avg", "exp_avg_sq")),
-        *((name, ctypes.c_void_p) for name in ("average", "returned")),
-        ("elements", ctypes.c_int64),
-    ]
 
 
 class _Scalars(ctypes.Structure):
@@ -137,15 +128,17 @@ def _step_alike_(slots: list[Slot], at: At, recipe: Recipe) -> None:
             for average in (slot.average, slot.returned):
                 if average is not None:
                     seed_average_(average, slot.live, at.t)
-    rows = (_Row * len(slots))(*(_row(slot) for slot in slots))
+    rows = array("q", [number for slot in slots for number in _row(slot)])  # Tensor of native.c, one a slot
     scalars = _scalars(at, recipe)
     averages = 0 if not at.averaging else 1 if slots[0].returned is None else 2
     pull = _PULLS[recipe.gain] if at.pulling else 0
     lookahead = int(recipe.gap == "lookahead" and averages > 0)
-    step, count = _function(), sum(slot.live.numel() for slot in slots)
+    step, (address, _), count = _function(), rows.buffer_info(), sum(rows[6::7])
 
     def part(begin: int, end: int) -> None:
-        step(rows, len(slots), begin, end, ctypes.byref(scalars), pull, lookahead, averages, recipe.maximize)
+        step(
+            address, len(slots), begin, end, ctypes.byref(scalars), pull, lookahead, averages, recipe.maximize
+        )
 
     threads = min(torch.get_num_threads(), count // FEWEST)
     if threads <= 1:
@@ -165,10 +158,10 @@ if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def _row(slot: Slot) -> _Row:
-    returned = slot.average if slot.returned is None else slot.returned
-    arrays = (slot.live, slot.grad, slot.exp_avg, slot.exp_avg_sq, slot.average, returned)
-    return _Row(*(array.data_ptr() for array in arrays), slot.live.numel())
+def _row(slot: Slot) -> tuple[int, ...]:
+    live, grad, exp_avg, exp_avg_sq, average, returned, _ = slot
+    moments, second = (exp_avg.data_ptr(), exp_avg_sq.data_ptr()), average if returned is None else returned
+    return live.data_ptr(), grad.data_ptr(), *moments, average.data_ptr(), second.data_ptr(), live.numel()
 
 
 def _scalars(at: At, recipe: Recipe) -> _Scalars:

@@ -14,7 +14,7 @@ from paceline.optim.averaging import Averaging
 from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
 from paceline.optim.recipe import Gain, Gap, Recipe
 from paceline.optim.state import State, allocate, averages_of, is_expanded, name_of, returned_key
-from paceline.optim.work import all_finite, plan, scale_before
+from paceline.optim.work import Fits, all_finite, plan, scale_before
 
 
 @final
@@ -123,6 +123,7 @@ class PACE(Averaging):
             "differentiable": differentiable,
         }
         recipe.check(recipe.completed(defaults))
+        self._fits: Fits = {}
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -153,6 +154,10 @@ class PACE(Averaging):
         names = ("_loaded_live", "_loaded_name", "_buffer_memory")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._fits = {}
+
     # --- The step ---------------------------------------------------------------------------------
 
     @_use_grad_for_differentiable
@@ -168,7 +173,8 @@ class PACE(Averaging):
                 loss = closure()
             self._put_live_back()  # a closure that evaluates may end in eval()
 
-        work = [plan(self.state, group, number) for number, group in enumerate(self.param_groups)]
+        groups = enumerate(self.param_groups)
+        work = [plan(self.state, group, number, self._fits) for number, group in groups]
         if not all_finite([slot.grad for w in work if w.group["skip_nonfinite"] for slot in w.slots]):
             return loss
         scale = scale_before(self.state, work)

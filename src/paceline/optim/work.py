@@ -28,22 +28,102 @@ class Work(NamedTuple):
     path: Path
 
 
-def plan(states: States, group: dict[str, Any], number: int) -> Work:
+class Fit(NamedTuple):
+    """A parameter that was fit for a step. While all of this is the same, it still is."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    state: State
+    entries: int  # of the state
+    addresses: tuple[int, ...]  # of live and of what is kept of it
+    settings: tuple[object, ...]  # of the group, as far as they have a say
+
+
+Fits = dict[int, list[Fit | None]]
+"""Group → one for each of its parameters. Most steps are like the last, and to look at everything anew takes
+longer than to update a small tensor."""
+
+
+def plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work:
     """The work of a step for group `number`. Parameters without a state get one."""
     members = [(i, parameter) for i, parameter in enumerate(group["params"]) if parameter.grad is not None]
     parameters = [parameter for _, parameter in members]
     _check_capture(states, group, parameters)
-    slots = [_slot(states, parameter, group, number, i) for i, parameter in members]
-    path: Path
+    compiling = torch.compiler.is_compiling()
     # A compiler cannot look into C; it makes one pass of the foreach path itself.
-    if group["fused"] and not torch.compiler.is_compiling():
-        for (i, _), slot in zip(members, slots, strict=True):
-            if reason := native.refusal(slot):
+    native_path = group["fused"] and not compiling
+    known = fits.get(number, [])
+    if compiling or len(known) != len(group["params"]):
+        known = [None] * len(group["params"])
+    settings = (group["return_power"] is None, group["capturable"], native_path)
+    slots = []
+    for i, parameter in members:
+        slot = _slot_again(states, parameter, settings, known[i])
+        if slot is None:
+            slot = _slot(states, parameter, group, number, i)
+            if native_path and (reason := native.refusal(slot)):
                 raise RuntimeError(f"{name_of(group, number, i)} {reason}")
+            known[i] = None if compiling else _fit(parameter, slot, states[parameter], settings)
+        slots.append(slot)
+    if not compiling:
+        fits[number] = known
+    path: Path
+    if native_path:
         path = native.native_step_
     else:
         path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
     return Work(group, parameters, slots, path)
+
+
+_KEPT = ("exp_avg", "exp_avg_sq", "average", "returned", "step")
+
+
+def _slot_again(
+    states: States, parameter: Tensor, settings: tuple[object, ...], fit: Fit | None
+) -> Slot | None:
+    """The slot of a parameter that is as it was, with its new gradient; None if something is not."""
+    if fit is None or fit.settings != settings:
+        return None
+    grad, state = parameter.grad, states.get(parameter)
+    if (
+        state is not fit.state
+        or len(state) != fit.entries
+        or grad is None
+        or grad.layout != torch.strided
+        or grad.dtype != fit.dtype
+        or parameter.dtype != fit.dtype
+        or parameter.shape != fit.shape
+        or parameter.stride() != fit.stride
+        or grad.stride() != fit.stride
+    ):
+        return None
+    kept = tuple(map(state.get, _KEPT))
+    # Also the same tensor may have been given other memory, on another device.
+    if _addresses(parameter, kept) != fit.addresses:
+        return None
+    return Slot(parameter, grad, *kept)  # type: ignore[arg-type]
+
+
+def _fit(parameter: Tensor, slot: Slot, state: State, settings: tuple[object, ...]) -> Fit | None:
+    """What to remember; nothing of a parameter that is not plain, or whose gradient lies otherwise."""
+    plain = type(parameter.data) is Tensor and not parameter.is_complex() and not parameter.is_meta
+    if not plain or parameter.numel() == 0 or slot.grad.stride() != parameter.stride():
+        return None
+    kept = tuple(map(state.get, _KEPT))
+    return Fit(
+        shape=parameter.shape,
+        stride=parameter.stride(),
+        dtype=parameter.dtype,
+        state=state,
+        entries=len(state),
+        addresses=_addresses(parameter, kept),
+        settings=settings,
+    )
+
+
+def _addresses(parameter: Tensor, kept: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    return (parameter.data_ptr(), *[0 if tensor is None else tensor.data_ptr() for tensor in kept])
 
 
 def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int, i: int) -> Slot:

@@ -1,0 +1,175 @@
+"""A step remembers what it found fit: whatever is changed between two steps has to be noticed."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from problems import assert_same_bits, everything
+
+from paceline import PACE
+
+KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def _swap_memory(optimizer, parameter):
+    parameter.data = parameter.data.clone()
+
+
+def _transpose(optimizer, parameter):
+    parameter.data = parameter.data.t()  # same shape, same memory, other strides
+    for key in ("exp_avg", "exp_avg_sq", "average"):
+        optimizer.state[parameter][key] = optimizer.state[parameter][key].t()
+
+
+def _replace_moment(optimizer, parameter):
+    optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, 0.5)
+
+
+def _replace_memory_of_moment(optimizer, parameter):
+    optimizer.state[parameter]["exp_avg_sq"].data = torch.full_like(parameter, 0.5)
+
+
+def _widen_memory_of_average(optimizer, parameter):
+    average = optimizer.state[parameter]["average"]
+    average.data = average.data.double()
+
+
+def _replace_state(optimizer, parameter):
+    state = optimizer.state[parameter]
+    optimizer.state[parameter] = {key: value.clone() for key, value in state.items()}
+
+
+def _drop_state(optimizer, parameter):
+    del optimizer.state[parameter]
+
+
+def _ask_for_a_second_average(optimizer, parameter):
+    optimizer.param_groups[0]["return_power"] = 0.9
+
+
+def _reset_count(optimizer, parameter):
+    optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float64)
+
+
+def _reverse_parameters(optimizer, parameter):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def _add_group(optimizer, parameter):
+    added = torch.ones(4, 4).requires_grad_()
+    optimizer.add_param_group({"params": [added], "gain": "uniform", "pullback_strength": 0.5})
+
+
+def _show_the_average(optimizer, parameter):
+    optimizer.eval()
+    optimizer.train()
+
+
+def _load(optimizer, parameter):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _nothing(optimizer, parameter):
+    pass
+
+
+CHANGES = [
+    *(_nothing, _swap_memory, _transpose, _replace_moment, _replace_memory_of_moment),
+    *(_widen_memory_of_average, _replace_state),
+    *(_drop_state, _ask_for_a_second_average, _reset_count, _reverse_parameters, _add_group),
+    *(_show_the_average, _load),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_steps_is_noticed(change, kind):
+    """Beside an optimizer that is made to forget before every step."""
+    results = []
+    for forgets in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(4, 4), (7,), (4, 4)]
+        parameters = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        optimizer = PACE(parameters, lr=0.1, pullback_strength=3.0, **KINDS[kind])
+        for t in range(6):
+            if t == 3:
+                change(optimizer, parameters[0])
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    grad = torch.randn(parameter.shape, generator=generator)
+                    # As backward makes it: it lies like the parameter.
+                    parameter.grad = torch.empty_like(parameter).copy_(grad)
+            if forgets:
+                optimizer._fits.clear()
+            optimizer.step()
+        results.append(everything(optimizer))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_of_another_kind_is_noticed(kind):
+    parameter = torch.ones(4, 4).requires_grad_()
+    optimizer = PACE([parameter], **KINDS[kind])
+    for _ in range(2):
+        parameter.grad = torch.ones(4, 4)
+        optimizer.step()
+    parameter.grad = None
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 2
+    parameter.grad = torch.arange(16.0).reshape(4, 4).t()  # lies otherwise
+    if kind == "fused":
+        with pytest.raises(RuntimeError, match="do not lie alike"):
+            optimizer.step()
+    else:
+        before = parameter.detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, parameter)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), ()])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sparse_gradient_is_noticed(kind, shape):
+    parameter = torch.ones(shape).requires_grad_()
+    optimizer = PACE([parameter], **KINDS[kind])
+    for _ in range(2):
+        parameter.grad = torch.ones(shape)
+        optimizer.step()
+    parameter.grad = torch.ones(shape).to_sparse()
+    with pytest.raises(RuntimeError, match="PACE does not support sparse gradients"):
+        optimizer.step()
+
+
+def test_a_parameter_that_lies_otherwise_is_noticed():
+    """Of the same shape, at the same address, with a gradient that lies like it."""
+    parameter = torch.ones(4, 4).requires_grad_()
+    optimizer = PACE([parameter], fused=True)
+    for _ in range(2):
+        parameter.grad = torch.ones(4, 4)
+        optimizer.step()
+    parameter.data = parameter.data.t()
+    parameter.grad = torch.ones(4, 4).t()
+    with pytest.raises(RuntimeError, match="do not lie alike"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_not_kept_alive(kind):
+    parameter = torch.ones(4, 4).requires_grad_()
+    optimizer = PACE([parameter], **KINDS[kind])
+    for _ in range(2):
+        parameter.grad = torch.ones(4, 4)
+        kept = weakref.ref(parameter.grad)
+        optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_copy_remembers_nothing():
+    parameter = torch.ones(4, 4).requires_grad_()
+    optimizer = PACE([parameter])
+    parameter.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert optimizer._fits and not copy.deepcopy(optimizer)._fits
