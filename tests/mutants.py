@@ -118,15 +118,15 @@ RULE = [
     Mutant(
         "rule-paper-gain-without-lr",
         "rule.py",
-        "return _over_denominator(terms, terms.lr * terms.strength)",
-        "return _over_denominator(terms, terms.strength)",
+        "    return terms.lr * terms.strength\n",
+        "    return terms.strength\n",
         (_REFERENCE,),
     ),
     Mutant(
         "rule-paper-gain-without-strength",
         "rule.py",
-        "return _over_denominator(terms, terms.lr * terms.strength)",
-        "return _over_denominator(terms, terms.lr)",
+        "    return terms.lr * terms.strength\n",
+        "    return terms.lr\n",
         (_REFERENCE,),
     ),
     Mutant(
@@ -146,8 +146,8 @@ RULE = [
     Mutant(
         "foreach-scaled-gain-without-scale",
         "foreach.py",
-        "strength, out=denominator, scale=at.scale)",
-        "strength, out=denominator)",
+        "strength, out=out, scale=at.scale)",
+        "strength, out=out)",
         (_LOOP,),
     ),
     Mutant(
@@ -713,15 +713,15 @@ FOREACH = [
     Mutant(
         "foreach-gain-not-in-place",
         "foreach.py",
-        "strength, out=denominator, scale=at.scale)",
-        "strength, out=None, scale=at.scale)",
+        "        gains = denominators\n        torch._foreach_reciprocal_(gains)\n",
+        "        gains = list(torch._foreach_reciprocal(denominators))\n",
         (f"{_PATHS}::test_temporary_memory_of_a_foreach_step",),
     ),
     Mutant(
         "foreach-gain-without-rate",
         "foreach.py",
-        "strength, root = float(recipe.pullback_strength) * at.rate,",
-        "strength, root = float(recipe.pullback_strength),",
+        "        strength = float(recipe.pullback_strength) * at.rate\n",
+        "        strength = float(recipe.pullback_strength)\n",
         (_LOOP,),
     ),
     Mutant(

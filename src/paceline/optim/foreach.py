@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import (
+    NUMERATORS,
     RATIOS,
     At,
     Scalar,
@@ -19,6 +20,7 @@ from paceline.optim.rule import (
     Terms,
     at_step,
     gain_limit,
+    numerator_of,
     on_device_of,
     seed_average_,
     shares,
@@ -163,13 +165,24 @@ def _gains_(
     recipe: Recipe,
 ) -> list[Tensor]:
     """The gain of every coordinate, written over `denominators` where the precision allows."""
-    gains = []
-    for i, at in enumerate(ats):
-        # Replaced in the list, so that a low-precision one is freed at once.
-        denominator = denominators[i] = denominators[i].to(averages[i].dtype)
-        strength, root = float(recipe.pullback_strength) * at.rate, at.root_correction
-        terms = Terms(denominator, exp_avg_sqs[i], root, at.lr, strength, out=denominator, scale=at.scale)
-        gains.append(RATIOS[recipe.gain](terms))
+    if denominators[0].dtype != averages[0].dtype:
+        for i, average in enumerate(averages):
+            denominators[i] = denominators[i].to(average.dtype)  # one by one: the narrow one is freed at once
+
+    def terms(i: int) -> Terms:
+        at, out = ats[i], denominators[i]
+        strength = float(recipe.pullback_strength) * at.rate
+        return Terms(out, exp_avg_sqs[i], at.root_correction, at.lr, strength, out=out, scale=at.scale)
+
+    if recipe.gain in NUMERATORS:
+        gains = denominators
+        torch._foreach_reciprocal_(gains)
+        numbers: Any = numerator_of(recipe.gain, terms(0))  # on the host the same for a whole chunk
+        if isinstance(numbers, Tensor):
+            numbers = [numerator_of(recipe.gain, terms(i)) for i in range(len(ats))]
+        torch._foreach_mul_(gains, numbers)
+    else:
+        gains = [RATIOS[recipe.gain](terms(i)) for i in range(len(ats))]
     torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))
     if isinstance(ats[0].pulling, Tensor):
         gains = [torch.where(on, gain, 0.0) for gain, on in zip(gains, _each(ats, "pulling"), strict=True)]

@@ -5,6 +5,7 @@ Scalars that depend on the step are floats, or 0-dim tensors where the step must
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ def averaging_rate(t: Scalar, power: float, offset: float = 1.0, scale: float = 
 
 # --- The gain -------------------------------------------------------------------------------------
 # One coordinate is pulled by gain = min(rate · ratio, max_gain), λ_{t,i} in Algorithm 1. The functions
-# below are the dimensionless ratio R_i. Another gain is one more function and one more row in `RATIOS`.
+# below are the dimensionless ratio R_i, or its numerator. Another gain is one more of them.
 
 
 class Terms(NamedTuple):
@@ -41,25 +42,33 @@ class Terms(NamedTuple):
     scale: Scalar = 1.0  # root mean square of √v̂ over the whole model, before this step
 
 
-def paper_ratio(terms: Terms) -> Tensor:
+def paper_numerator(terms: Terms) -> Scalar:
     """R_i = η c / (√v̂_i + ε): the paper's, with c in units of curvature."""
-    return _over_denominator(terms, terms.lr * terms.strength)
+    return terms.lr * terms.strength
 
 
-def scaled_ratio(terms: Terms) -> Tensor:
+def scaled_numerator(terms: Terms) -> Scalar:
     """R_i = η c · rms(√v̂) / (√v̂_i + ε): the paper's, with c in units of the model's own gradients.
 
     The mean is over all weights of the model and of the step before, so that no second pass over them is
     needed. It makes no difference at a first step, where there is no gap.
     """
-    return _over_denominator(terms, terms.lr * terms.strength * terms.scale)
+    return terms.lr * terms.strength * terms.scale
 
 
-def _over_denominator(terms: Terms, numerator: Scalar) -> Tensor:
-    # Finite also for c = inf: inf · 0 would be NaN where v̂ has overflowed. The gain is clipped anyway.
-    limit = torch.finfo(terms.denominator.dtype).max
-    numerator = numerator.clamp(max=limit) if isinstance(numerator, Tensor) else min(float(numerator), limit)
-    return torch.mul(torch.reciprocal(terms.denominator, out=terms.out), numerator, out=terms.out)
+NUMERATORS: dict[Gain, Callable[[Terms], Scalar]] = {"paper": paper_numerator, "scaled": scaled_numerator}
+"""Of the ratios that are a number over √v̂ + ε."""
+
+
+def numerator_of(gain: Gain, terms: Terms) -> Scalar:
+    """Finite also for c = inf: inf · 0 would be NaN where v̂ has overflowed. The gain is clipped anyway."""
+    numerator, limit = NUMERATORS[gain](terms), torch.finfo(terms.denominator.dtype).max
+    return numerator.clamp(max=limit) if isinstance(numerator, Tensor) else min(float(numerator), limit)
+
+
+def _over_denominator(gain: Gain, terms: Terms) -> Tensor:
+    inverse = torch.reciprocal(terms.denominator, out=terms.out)
+    return torch.mul(inverse, numerator_of(gain, terms), out=terms.out)
 
 
 def uniform_ratio(terms: Terms) -> Tensor:
@@ -79,10 +88,9 @@ def relative_ratio(terms: Terms) -> Tensor:
 
 
 RATIOS: dict[Gain, Callable[[Terms], Tensor]] = {
-    "paper": paper_ratio,
+    **{gain: partial(_over_denominator, gain) for gain in NUMERATORS},
     "uniform": uniform_ratio,
     "relative": relative_ratio,
-    "scaled": scaled_ratio,
 }
 
 
