@@ -118,15 +118,15 @@ RULE = [
     Mutant(
         "rule-paper-gain-without-lr",
         "rule.py",
-        "    return terms.lr * terms.strength\n",
-        "    return terms.strength\n",
+        "    return lr * strength\n",
+        "    return strength\n",
         (_REFERENCE,),
     ),
     Mutant(
         "rule-paper-gain-without-strength",
         "rule.py",
-        "    return terms.lr * terms.strength\n",
-        "    return terms.lr\n",
+        "    return lr * strength\n",
+        "    return lr\n",
         (_REFERENCE,),
     ),
     Mutant(
@@ -139,8 +139,8 @@ RULE = [
     Mutant(
         "rule-scaled-gain-without-scale",
         "rule.py",
-        "terms.lr * terms.strength * terms.scale",
-        "terms.lr * terms.strength * 1.0",
+        "return lr * strength * scale",
+        "return lr * strength",
         (_REFERENCE,),
     ),
     Mutant(

@@ -108,13 +108,19 @@ def test_a_change_between_steps_is_noticed(change, kind):
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_of_another_kind_is_noticed(kind):
-    parameter = torch.ones(4, 4).requires_grad_()
+def stepped(kind, shape=(4, 4)):
+    """A parameter after two steps, and its optimizer."""
+    parameter = torch.ones(shape).requires_grad_()
     optimizer = PACE([parameter], **KINDS[kind])
     for _ in range(2):
-        parameter.grad = torch.ones(4, 4)
+        parameter.grad = torch.ones(shape)
         optimizer.step()
+    return parameter, optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_of_another_kind_is_noticed(kind):
+    parameter, optimizer = stepped(kind)
     parameter.grad = None
     optimizer.step()
     assert optimizer.state[parameter]["step"] == 2
@@ -131,11 +137,7 @@ def test_a_gradient_of_another_kind_is_noticed(kind):
 @pytest.mark.parametrize("shape", [(4, 4), ()])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sparse_gradient_is_noticed(kind, shape):
-    parameter = torch.ones(shape).requires_grad_()
-    optimizer = PACE([parameter], **KINDS[kind])
-    for _ in range(2):
-        parameter.grad = torch.ones(shape)
-        optimizer.step()
+    parameter, optimizer = stepped(kind, shape)
     parameter.grad = torch.ones(shape).to_sparse()
     with pytest.raises(RuntimeError, match="PACE does not support sparse gradients"):
         optimizer.step()
@@ -143,11 +145,7 @@ def test_a_sparse_gradient_is_noticed(kind, shape):
 
 def test_a_parameter_that_lies_otherwise_is_noticed():
     """Of the same shape, at the same address, with a gradient that lies like it."""
-    parameter = torch.ones(4, 4).requires_grad_()
-    optimizer = PACE([parameter], fused=True)
-    for _ in range(2):
-        parameter.grad = torch.ones(4, 4)
-        optimizer.step()
+    parameter, optimizer = stepped("fused")
     parameter.data = parameter.data.t()
     parameter.grad = torch.ones(4, 4).t()
     with pytest.raises(RuntimeError, match="do not lie alike"):
@@ -156,20 +154,13 @@ def test_a_parameter_that_lies_otherwise_is_noticed():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_not_kept_alive(kind):
-    parameter = torch.ones(4, 4).requires_grad_()
-    optimizer = PACE([parameter], **KINDS[kind])
-    for _ in range(2):
-        parameter.grad = torch.ones(4, 4)
-        kept = weakref.ref(parameter.grad)
-        optimizer.step()
+    parameter, optimizer = stepped(kind)
+    kept = weakref.ref(parameter.grad)
     optimizer.zero_grad()
     gc.collect()
     assert kept() is None
 
 
 def test_a_copy_remembers_nothing():
-    parameter = torch.ones(4, 4).requires_grad_()
-    optimizer = PACE([parameter])
-    parameter.grad = torch.ones(4, 4)
-    optimizer.step()
+    _, optimizer = stepped("loop")
     assert optimizer._fits and not copy.deepcopy(optimizer)._fits

@@ -23,7 +23,7 @@ import torch
 
 from paceline.cache import cache_folder
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import At, Scalar, Slot, at_step, gain_limit, seed_average_, shares
+from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_step, gain_limit, seed_average_, shares
 from paceline.optim.sharded import mesh_of
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -166,7 +166,7 @@ def _row(slot: Slot) -> tuple[int, ...]:
 
 def _scalars(at: At, recipe: Recipe) -> _Scalars:
     lr, strength = float(at.lr), recipe.pullback_strength
-    numerators = {"paper": lr * strength, "scaled": lr * strength * at.scale, "uniform": strength}
+    numerator = strength if recipe.gain == "uniform" else NUMERATORS[recipe.gain](lr, strength, at.scale)
     largest = torch.finfo(torch.float32).max
     keep, move = shares(at.rate, torch.float32)
     keep_returned, move_returned = shares(at.return_rate, torch.float32)
@@ -179,7 +179,7 @@ def _scalars(at: At, recipe: Recipe) -> _Scalars:
         root_factor=1 / at.root_correction,
         eps=recipe.eps,
         step_size=float(at.step_size),
-        numerator=min(float(numerators[recipe.gain]), largest),
+        numerator=min(float(numerator), largest),
         rate=float(at.rate),
         limit=gain_limit(recipe, torch.float32),
         keep=float(keep),

@@ -42,27 +42,31 @@ class Terms(NamedTuple):
     scale: Scalar = 1.0  # root mean square of √v̂ over the whole model, before this step
 
 
-def paper_numerator(terms: Terms) -> Scalar:
+def paper_numerator(lr: Scalar, strength: Scalar, scale: Scalar) -> Scalar:
     """R_i = η c / (√v̂_i + ε): the paper's, with c in units of curvature."""
-    return terms.lr * terms.strength
+    return lr * strength
 
 
-def scaled_numerator(terms: Terms) -> Scalar:
+def scaled_numerator(lr: Scalar, strength: Scalar, scale: Scalar) -> Scalar:
     """R_i = η c · rms(√v̂) / (√v̂_i + ε): the paper's, with c in units of the model's own gradients.
 
     The mean is over all weights of the model and of the step before, so that no second pass over them is
     needed. It makes no difference at a first step, where there is no gap.
     """
-    return terms.lr * terms.strength * terms.scale
+    return lr * strength * scale
 
 
-NUMERATORS: dict[Gain, Callable[[Terms], Scalar]] = {"paper": paper_numerator, "scaled": scaled_numerator}
+NUMERATORS: dict[Gain, Callable[[Scalar, Scalar, Scalar], Scalar]] = {
+    "paper": paper_numerator,
+    "scaled": scaled_numerator,
+}
 """Of the ratios that are a number over √v̂ + ε."""
 
 
 def numerator_of(gain: Gain, terms: Terms) -> Scalar:
     """Finite also for c = inf: inf · 0 would be NaN where v̂ has overflowed. The gain is clipped anyway."""
-    numerator, limit = NUMERATORS[gain](terms), torch.finfo(terms.denominator.dtype).max
+    numerator = NUMERATORS[gain](terms.lr, terms.strength, terms.scale)
+    limit = torch.finfo(terms.denominator.dtype).max
     return numerator.clamp(max=limit) if isinstance(numerator, Tensor) else min(float(numerator), limit)
 
 

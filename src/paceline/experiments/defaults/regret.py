@@ -1,7 +1,7 @@
 """What the lines of the study say. Pure functions; no torch.
 
 A *pick* is one fixed setting: a method, and the weights that it returns. Its *regret* at a learning rate is
-how much more it loses there than the best of all picks at their best rates, on the same seeds. Settings were
+how much more it loses there than a reference at its own best rate, on the same seeds. Settings were
 chosen by seed 1, so where there are others it is not reported.
 """
 
