@@ -49,7 +49,11 @@ def many(base):
 
 PACE_REFUSED = [
     (lambda p: PACE(p, lr=-1.0), ValueError, "Invalid learning rate: -1.0"),
-    (lambda p: PACE(p, pullback_strength=-1.0), ValueError, "Invalid pullback_strength value: -1.0"),
+    (
+        lambda p: PACE(p, gain="paper", pullback_strength=-1.0),
+        ValueError,
+        "Invalid pullback_strength value: -1.0",
+    ),
     (lambda p: PACE(p, ema_power=1.5), ValueError, "0 <= ema_power <= 1"),
 ]
 WRAPPER_REFUSED = [
@@ -69,19 +73,18 @@ ROWS = {
         keeps_average=False,
         refused=[(lambda p: optim.AdamW(p, lr=-1.0), ValueError, "Invalid learning rate: -1.0")],
     ),
-    "PACE": Row(lambda p, lr: PACE(p, lr=lr, pullback_strength=0.3, foreach=False), refused=PACE_REFUSED),
-    "PACE foreach": Row(lambda p, lr: PACE(p, lr=lr, pullback_strength=0.3, foreach=True)),
+    "PACE paper": Row(
+        lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, foreach=False), refused=PACE_REFUSED
+    ),
+    "PACE foreach": Row(lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, foreach=True)),
     "PACE fused": Row(
-        lambda p, lr: PACE(p, lr=lr, pullback_strength=0.3, fused=True), dtypes=(torch.float32,)
+        lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, fused=True), dtypes=(torch.float32,)
     ),
-    "PACE scaled": Row(
-        lambda p, lr: PACE(p, lr=lr, gain="scaled"),
-        is_apart=False,
-    ),
+    "PACE": Row(lambda p, lr: PACE(p, lr=lr), is_apart=False),
     "PACE returned": Row(
         lambda p, lr: PACE(p, lr=lr, gain="relative", pullback_strength=0.5, return_power=0.8, update_every=2)
     ),
-    "PACE lookahead": Row(lambda p, lr: PACE(p, lr=lr, gap="lookahead", pullback_strength=3.0)),
+    "PACE lookahead": Row(lambda p, lr: PACE(p, lr=lr, gap="lookahead", gain="paper", pullback_strength=3.0)),
     "Pullback SGD": Row(
         lambda p, lr: Pullback(optim.SGD(p, lr=lr), pullback_strength=0.5), lr=0.1, refused=WRAPPER_REFUSED
     ),
@@ -118,7 +121,7 @@ ROWS = {
             (lambda p: Averages(many(optim.SGD(p)), {"a": BEMA()}), ValueError, "put all of them into one"),
         ],
     ),
-    "Averages PACE": Row(lambda p, lr: many(PACE(p, lr=lr, pullback_strength=0.3))),
+    "Averages PACE": Row(lambda p, lr: many(PACE(p, lr=lr, gain="paper", pullback_strength=0.3))),
     "Averages Pullback": Row(
         lambda p, lr: many(Pullback(optim.SGD(p, lr=lr), pullback_strength=0.5)), lr=0.1
     ),

@@ -174,7 +174,7 @@ RULE = [
     Mutant(
         "pullback-without-scale",
         "pullback.py",
-        'scale = self._scale() if recipe.gain == "scaled" else 1.0',
+        'scale = self._scale() if recipe.gain == "scaled" and recipe.pullback_strength != 0 else 1.0',
         "scale = 1.0",
         (f"{_SCALED}::test_pullback_of_adamw_is_the_same_to_the_bit",),
     ),
@@ -959,8 +959,8 @@ PACE = [
     Mutant(
         "pace-group-takes-what-suits-the-first",
         "pace.py",
-        "            settings = recipe.completed({**self.defaults, **param_group})",
-        "            settings = {**recipe.completed(self.defaults), **param_group}",
+        "            settings = recipe.completed(recipe.with_gain({**self.defaults, **param_group}))",
+        "            settings = {**recipe.completed(recipe.with_gain(self.defaults)), **param_group}",
         (f"{_SETTINGS}::test_a_group_with_a_gain_of_its_own_gets_what_suits_that",),
     ),
     Mutant(
@@ -973,9 +973,30 @@ PACE = [
     Mutant(
         "recipe-what-suits-overrides",
         "recipe.py",
-        "        if full[name] is None:\n            full[name] = usual",
-        "        full[name] = usual",
+        "        if full[name] is None:\n            full[name] = value",
+        "        full[name] = value",
         (f"{_SETTINGS}::test_what_is_not_said_suits_the_gain",),
+    ),
+    Mutant(
+        "recipe-strength-0-keeps-two-averages",
+        "recipe.py",
+        "    if _pulls_nothing(group):\n        powers",
+        "    if False:\n        powers",
+        (f"{_SETTINGS}::test_what_is_not_said_suits_the_gain",),
+    ),
+    Mutant(
+        "recipe-a-strength-without-its-gain",
+        "recipe.py",
+        "    if strength is not None and not _pulls_nothing(group):\n",
+        "    if False:\n",
+        (f"{_SETTINGS}::test_out_of_range_settings_are_refused_with_name_value_and_range",),
+    ),
+    Mutant(
+        "loading-a-state-gets-an-average-nobody-asked-for",
+        "loading.py",
+        '    return said.get("return_power") is not None or power',
+        "    return True or power",
+        (f"{_LOADING}::test_a_state_of_one_average_stays_so_unless_another_is_asked_for",),
     ),
     Mutant(
         "pace-added-group-holds-live",

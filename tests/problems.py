@@ -11,33 +11,35 @@ SHAPES = [(4, 3), (5,), (), (2, 3, 2)]
 
 # One row per way the update can branch; every option appears away from its default.
 VARIANTS = {
-    "default": {},
-    "strong": {"pullback_strength": 30.0},
-    "saturated": {"pullback_strength": float("inf")},
-    "strength_0": {"pullback_strength": 0.0},
+    "default": {"gain": "paper"},
+    "strong": {"gain": "paper", "pullback_strength": 30.0},
+    "saturated": {"gain": "paper", "pullback_strength": float("inf")},
+    "strength_0": {"gain": "paper", "pullback_strength": 0.0},
     "uniform": {"gain": "uniform", "pullback_strength": 2.0},
     "push": {"gain": "uniform", "pullback_strength": -0.5},
     "relative": {"gain": "relative", "pullback_strength": 1.5},
     "scaled": {"gain": "scaled", "pullback_strength": 60.0},
     "scaled_lookahead": {"gain": "scaled", "pullback_strength": 60.0, "gap": "lookahead", "update_every": 2},
     "relative_push": {"gain": "relative", "pullback_strength": -0.3},
-    "lookahead": {"gap": "lookahead", "pullback_strength": 30.0},
-    "lookahead_saturated": {"gap": "lookahead", "pullback_strength": float("inf")},
-    "every_3": {"update_every": 3, "pullback_strength": 30.0},
-    "return_power": {"return_power": 0.8, "pullback_strength": 30.0},
+    "lookahead": {"gain": "paper", "gap": "lookahead", "pullback_strength": 30.0},
+    "lookahead_saturated": {"gain": "paper", "gap": "lookahead", "pullback_strength": float("inf")},
+    "every_3": {"gain": "paper", "update_every": 3, "pullback_strength": 30.0},
+    "return_power": {"gain": "paper", "return_power": 0.8, "pullback_strength": 30.0},
     "return_power_lookahead_every_2": {
+        "gain": "paper",
         "return_power": 0.9,
         "gap": "lookahead",
         "update_every": 2,
         "pullback_strength": 30.0,
     },
-    "power_0": {"ema_power": 0.0, "pullback_strength": 30.0},
-    "power_1": {"ema_power": 1.0, "pullback_strength": 30.0},
-    "offset_scale": {"ema_offset": 10.0, "ema_scale": 2.0, "pullback_strength": 30.0},
-    "half_gain": {"max_gain": 0.5, "pullback_strength": 300.0},
-    "maximize": {"maximize": True, "pullback_strength": 30.0},
-    "no_decay": {"weight_decay": 0.0, "pullback_strength": 30.0},
-    "betas_eps": {"betas": (0.8, 0.95), "eps": 1e-3, "pullback_strength": 30.0},
+    "power_0": {"gain": "paper", "ema_power": 0.0, "pullback_strength": 30.0},
+    "power_1": {"gain": "paper", "ema_power": 1.0, "pullback_strength": 30.0},
+    "offset_scale": {"gain": "paper", "ema_offset": 10.0, "ema_scale": 2.0, "pullback_strength": 30.0},
+    "half_gain": {"gain": "paper", "max_gain": 0.5, "pullback_strength": 300.0},
+    "maximize": {"gain": "paper", "maximize": True, "pullback_strength": 30.0},
+    "no_decay": {"gain": "paper", "weight_decay": 0.0, "pullback_strength": 30.0},
+    "betas_eps": {"gain": "paper", "betas": (0.8, 0.95), "eps": 1e-3, "pullback_strength": 30.0},
+    "usual": {"gain": "scaled"},
 }
 
 
@@ -64,8 +66,8 @@ def set_gradients(parameters, gradients):
 
 
 def run(parameters, gradients, **settings):
-    """A PACE over the parameters after one step per entry of gradients."""
-    optimizer = PACE(parameters, **{"lr": 1e-2, **settings})
+    """A PACE over the parameters after one step per entry of gradients; the paper's unless settings say."""
+    optimizer = PACE(parameters, **{"lr": 1e-2, "gain": "paper", **settings})
     advance(optimizer, parameters, gradients)
     return optimizer
 
@@ -104,7 +106,7 @@ def peak_bytes(action):
     return temporary_bytes(action, "cpu")
 
 
-SETTINGS = {"pullback_strength": 30.0, "update_every": 2, "return_power": 0.9}
+SETTINGS = {"gain": "paper", "pullback_strength": 30.0, "update_every": 2, "return_power": 0.9}
 
 
 class Net(nn.Module):
@@ -144,6 +146,6 @@ def train(model, optimizer, steps=10, seed=0):
 def trained(dtype=torch.float32, **settings):
     torch.manual_seed(0)
     model = Tied().to(dtype)
-    optimizer = PACE(model.parameters(), lr=3e-2, pullback_strength=0.1, **settings)
+    optimizer = PACE(model.parameters(), lr=3e-2, gain="paper", pullback_strength=0.1, **settings)
     train(model, optimizer)
     return model, optimizer

@@ -24,17 +24,17 @@ EXAMPLES = {
   paceline compare --data my.jsonl --model gpt:12m --lr 1e-3,2e-3,4e-3 --seeds 3 --time 8h
       the own text, as many steps as fit the time
   paceline compare --task sft --data chat.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct \\
-      --length 1024 --tokens 20M --methods ema_long pace pace:pullback_strength=0.1 wsd
+      --length 1024 --tokens 20M --methods ema_long pace pace_paper pace_paper:pullback_strength=0.01 wsd
       fine-tuning on conversations, with methods of the own choice
 
-What it costs: methods x learning rates x seeds runs, where adamw, ema_short and ema_long are one run, and
-so are pace and pace_long. Before the first one it tries the model for a few steps, and says how long all
-will take. Stop it whenever you like (Ctrl-C): the same command goes on, and repeats no finished run.
+What it costs: methods x learning rates x seeds runs, where adamw, ema_short and ema_long are one run.
+Before the first one it tries the model for a few steps, and says how long all will take.
+Stop it whenever you like (Ctrl-C): the same command goes on, and repeats no finished run.
 
 methods: NAME, or NAME:setting=value/AVERAGE@SCHEDULE, e.g. pace:ema_power=0.7/power:0.9@wsd
   adamw          AdamW, its last weights           wsd, cosine     AdamW with a decay, its last weights
-  ema_short      an average of AdamW's weights     pace            PACE, the average that it pulls toward
-  ema_long       a longer one, of the same run     pace_long       a longer one, of the same run
+  ema_short      an average of AdamW's weights     pace            PACE, the average that it returns
+  ema_long       a longer one, of the same run     pace_paper      PACE as in the paper, with its one average
   schedule_free  bema  lookahead  gpa  ema_nesterov  ademamix  sgd""",
     "report": """examples:
   paceline report comparison

@@ -72,7 +72,9 @@ def test_advice_on_a_real_comparison_agrees_with_what_its_runs_showed(tmp_path, 
     text = capsys.readouterr().out
     assert "AdamW · long EMA is best at lr 0.002." in text
     assert "Best of all: AdamW WSD at lr 0.002, 3.339." in text
-    parts = dict(re.findall(r"^lr ([\d.]+), pace: (.*?)(?=^lr |\Z)", text, flags=re.DOTALL | re.MULTILINE))
+    parts = dict(
+        re.findall(r"^lr ([\d.]+), pace:gain=paper: (.*?)(?=^lr |\Z)", text, flags=re.DOTALL | re.MULTILINE)
+    )
     assert sorted(map(float, parts)) == [0.001, 0.002, 0.004, 0.008]
     for lr, part in parts.items():
         expected = set(re.findall(r"Expected: (\w+ gain|a gain)", part))

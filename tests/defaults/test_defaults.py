@@ -56,6 +56,7 @@ SETTINGS = {
     "push_then_pull": {"strength": 2.0, "steps": 60},
     "leash": {"length": 0.1},
     "scaled": {"strength": 15.0},
+    "signal": {"strength": 60.0},
     "softened": {"strength": 15.0},
     "split": {"strength": 15.0, "push": 0.3},
     "tensorwise": {"strength": 15.0},
@@ -274,6 +275,8 @@ def test_the_figures_say_what_they_show(tmp_path: Path):
     assert "steps to a training loss of 3.200, each at its best rate" in lines
     assert lines[-1] == "  b at 0.001: 200.000 ± 0.000 (2 of 2 runs)"
     assert (tmp_path / "f.png").stat().st_size > 10_000
+    lines = figures.draw(RESULTS, ["a/live", "b"], tmp_path / "f.png")
+    assert lines[0] == "regret against a (live) at 0.002"
 
 
 def test_a_file_of_records_is_read(tmp_path: Path):

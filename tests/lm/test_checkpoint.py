@@ -151,7 +151,7 @@ SPECS = [
     "adamw:amsgrad=true,foreach=true",
     "pace",
     "pace:update_every=3,return_power=0.8",
-    "pace:pullback_strength=inf",
+    "pace:gain=paper,pullback_strength=inf",
     "ademamix",
     "sgd",
     "sgd:momentum=0.9",

@@ -265,7 +265,7 @@ def test_a_full_disk_ends_the_run_and_spares_its_checkpoints(small_disk, attempt
     assert attempt(run=run, folder=undisturbed).code == 0
     trial = attempt(hurry, run=run, folder=small_disk.folder)
     assert trial.code == 1
-    assert "no room for a checkpoint of 2," in trial.text() and str(small_disk.folder) in trial.text()
+    assert "no room for a checkpoint of 3," in trial.text() and str(small_disk.folder) in trial.text()
     assert trial.text().count("trying again") == 2
     reached = newest_of(small_disk.folder)
     assert 1 <= reached < 6 and not temporary_in(small_disk.folder)
@@ -787,7 +787,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_losses_are_those_that_were_recorded(name):
-    make = {"adamw": torch.optim.AdamW, "pace": partial(PACE, pullback_strength=0.1)}[name]
+    make = {"adamw": torch.optim.AdamW, "pace": partial(PACE, gain="paper", pullback_strength=0.1)}[name]
     trainee = trainee_of(partial(make, lr=1e-2))
     plan = dataclasses.replace(PLAN, steps=20)
     losses = [record.loss for record in records_of(trainee, plan) if isinstance(record, Step)]

@@ -40,7 +40,10 @@ def train(model, optimizer, steps, share=slice(None)):
 
 
 def make_optimizer(model, **settings):
-    return PACE(model.parameters(), **{"lr": 1e-2, "pullback_strength": 0.3, "return_power": 0.8, **settings})
+    return PACE(
+        model.parameters(),
+        **{"lr": 1e-2, "gain": "paper", "pullback_strength": 0.3, "return_power": 0.8, **settings},
+    )
 
 
 def alone(**settings):
@@ -190,7 +193,7 @@ def fsdp2_dcp(folder):
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, adamw, range(5), my_share())
     adamw.zero_grad()
-    pace = PACE(model.parameters(), pullback_strength=0.0)
+    pace = PACE(model.parameters(), pullback_strength=0.0, ema_power=0.5)
     pace.load_state_dict(adamw.state_dict())
     live = [p.detach().clone() for p in model.parameters()]
     train(model, pace, range(5, 6), my_share())

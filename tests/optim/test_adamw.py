@@ -22,7 +22,7 @@ def two_groups(parameters):
 def test_strength_0_is_adamw_and_its_average_an_exact_ema(dtype, foreach):
     """Over 1,000 steps with a schedule, groups and weight decay; gradients depend on the weights."""
     ours, theirs = make_parameters(dtype=dtype), make_parameters(dtype=dtype)
-    pace = PACE(two_groups(ours), lr=1e-2, pullback_strength=0.0, foreach=foreach)
+    pace = PACE(two_groups(ours), lr=1e-2, pullback_strength=0.0, ema_power=0.5, foreach=foreach)
     adamw = torch.optim.AdamW(two_groups(theirs), lr=1e-2, foreach=foreach)
     schedules = [
         torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[1e-2, 3e-2], total_steps=STEPS) for o in (pace, adamw)
@@ -53,8 +53,8 @@ def test_strength_0_is_adamw_and_its_average_an_exact_ema(dtype, foreach):
 def test_a_returned_average_leaves_live_bit_identical(foreach, strength):
     gradients = make_gradients(200)
     plain, with_second = make_parameters(), make_parameters()
-    a = run(plain, gradients, pullback_strength=strength, foreach=foreach)
-    b = run(with_second, gradients, pullback_strength=strength, return_power=0.9, foreach=foreach)
+    settings = {"pullback_strength": strength, "ema_power": 0.5, "foreach": foreach}
+    a, b = run(plain, gradients, **settings), run(with_second, gradients, return_power=0.9, **settings)
     for p, q in zip(plain, with_second, strict=True):
         assert torch.equal(p, q)
         assert torch.equal(a.state[p]["average"], b.state[q]["average"])
@@ -77,7 +77,9 @@ def test_between_updates_a_step_is_adamws(every, foreach):
     """N10: updates at exactly t = n, 2n, … of 60; in between live moves as AdamW moves it."""
     gradients = make_gradients(60)
     parameters = make_parameters(dtype=torch.float32)
-    pace = PACE(parameters, lr=1e-2, pullback_strength=30.0, update_every=every, foreach=foreach)
+    pace = PACE(
+        parameters, lr=1e-2, gain="paper", pullback_strength=30.0, update_every=every, foreach=foreach
+    )
     updated = []
     for t, step_gradients in enumerate(gradients, 1):
         twins = [p.detach().clone().requires_grad_() for p in parameters]

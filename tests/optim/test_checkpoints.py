@@ -199,7 +199,7 @@ def test_a_fresh_optimizer_in_eval_mode_takes_a_checkpoint(options):
 def test_dcp_does_not_mix_our_own_entries_into_a_checkpoint(options):
     """full_state_dict fills what a checkpoint lacks with the values at hand, a flat one with {}."""
     model = Net()
-    optimizer = PACE(model.parameters(), lr=1e-2, pullback_strength=30.0)
+    optimizer = PACE(model.parameters(), lr=1e-2, gain="paper", pullback_strength=30.0)
     advance(optimizer, list(model.parameters()), make_gradients(5))
     optimizer.zero_grad()
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))

@@ -127,7 +127,9 @@ def test_a_graph_captured_before_the_first_step_seeds_once(foreach):
     """The average is taken from live at the first replay, and not again at later ones."""
     gradients = gradients_on_gpu(6)
     parameters, eager = on_gpu(), on_gpu()
-    optimizer = PACE(parameters, lr=1e-2, foreach=foreach, capturable=True, pullback_strength=30.0)
+    optimizer = PACE(
+        parameters, lr=1e-2, foreach=foreach, capturable=True, gain="paper", pullback_strength=30.0
+    )
     for p, g in zip(parameters, gradients[0], strict=True):
         p.grad = g.float()
     graph = torch.cuda.CUDAGraph()
@@ -215,7 +217,11 @@ def test_golden_trajectories():
     options = json.loads(str(data["meta"]))["partly_clipped"]
     parameter = torch.tensor(data["partly_clipped/p0/0"]).cuda().requires_grad_()
     optimizer = PACE(
-        [parameter], lr=options["lr"], pullback_strength=options["c"], ema_power=options["kappa"]
+        [parameter],
+        lr=options["lr"],
+        gain="paper",
+        pullback_strength=options["c"],
+        ema_power=options["kappa"],
     )
     for i, gradient in enumerate(data["partly_clipped/g/0"]):
         parameter.grad = torch.tensor(gradient).cuda()

@@ -44,7 +44,7 @@ def test_export_follows_parameters_through_renaming_hooks():
         optimizer.step()
     exported = averaged_state_dict(model, optimizer)
     assert exported.keys() == model.state_dict().keys()
-    assert torch.equal(exported["0.weight"], optimizer.state[next(model.parameters())]["average"])
+    assert torch.equal(exported["0.weight"], optimizer.state[next(model.parameters())]["returned"])
 
 
 def test_export_refuses_where_a_state_dict_hides_the_parameters():

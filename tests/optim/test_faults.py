@@ -67,7 +67,7 @@ def test_extreme_gradients_stay_finite_where_adamw_does(size, gain, strength, ga
 def test_an_infinite_strength_stays_finite_where_the_second_moment_overflows(lr, strength, foreach):
     parameter = torch.ones(2).requires_grad_()
     foreach = foreach and not isinstance(lr, torch.Tensor)
-    optimizer = PACE([parameter], lr=lr, pullback_strength=strength, foreach=foreach)
+    optimizer = PACE([parameter], lr=lr, gain="paper", pullback_strength=strength, foreach=foreach)
     for _ in range(2):
         parameter.grad = torch.full((2,), 1e25)
         optimizer.step()
@@ -197,7 +197,9 @@ def test_a_step_that_grad_scaler_skips_advances_nothing():
 @pytest.mark.parametrize("foreach", PATHS)
 def test_gradients_are_never_modified(foreach):
     parameters = make_parameters(dtype=torch.float32)
-    optimizer = PACE(parameters, maximize=True, pullback_strength=30.0, skip_nonfinite=True, foreach=foreach)
+    optimizer = PACE(
+        parameters, maximize=True, gain="paper", pullback_strength=30.0, skip_nonfinite=True, foreach=foreach
+    )
     set_gradients(parameters, make_gradients(1)[0])
     before = [(p.grad.clone(), p.grad._version) for p in parameters]
     optimizer.step()
@@ -213,7 +215,7 @@ def test_four_small_batches_are_one_large(foreach):
 
     def train(parts):
         weight = torch.ones(4, dtype=torch.float64).requires_grad_()
-        optimizer = PACE([weight], lr=0.1, pullback_strength=1.0, foreach=foreach)
+        optimizer = PACE([weight], lr=0.1, gain="paper", pullback_strength=1.0, foreach=foreach)
         for _ in range(10):
             optimizer.zero_grad()
             for x, y in zip(data.chunk(parts), target.chunk(parts), strict=True):

@@ -92,7 +92,7 @@ def test_a_change_between_steps_is_noticed(change, kind):
         generator = torch.Generator().manual_seed(0)
         shapes = [(4, 4), (7,), (4, 4)]
         parameters = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-        optimizer = PACE(parameters, lr=0.1, pullback_strength=3.0, **KINDS[kind])
+        optimizer = PACE(parameters, lr=0.1, gain="paper", pullback_strength=3.0, **KINDS[kind])
         for t in range(6):
             if t == 3:
                 change(optimizer, parameters[0])

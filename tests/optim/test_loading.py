@@ -20,7 +20,7 @@ from problems import (
 )
 from torch.optim import Optimizer
 
-from paceline import PACE, averaged_weights, reset_average
+from paceline import PACE, Pullback, averaged_weights, reset_average
 
 # --- Precision on load ----------------------------------------------------------------------------
 
@@ -212,6 +212,31 @@ def test_a_missing_returned_average_starts_from_the_control_average():
     assert second.param_groups[0]["return_power"] == 0.9
     for p in second.param_groups[0]["params"]:
         assert torch.equal(second.state[p]["returned"], second.state[p]["average"])
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_state_of_one_average_stays_so_unless_another_is_asked_for(around):
+    """What PACE takes by itself has two. A state comes with its own settings and returns what it did."""
+
+    def make(parameters, **settings):
+        base = torch.optim.AdamW(parameters)
+        return Pullback(base, **{"gain": "scaled"} | settings) if around else PACE(parameters, **settings)
+
+    parameters = make_parameters()
+    first = make(parameters, gain="paper")
+    advance(first, parameters, make_gradients(5))
+    fresh = make_parameters()
+    second = make([{"params": fresh[:2]}, {"params": fresh[2:], "return_power": 0.9}])
+    assert [group["return_power"] for group in second.param_groups] == [0.7, 0.9]
+    second = make(fresh)
+    second.load_state_dict(first.state_dict())
+    assert [second.param_groups[0][name] for name in ("gain", "return_power")] == ["paper", None]
+    saved = second.state_dict()["state"].values()
+    assert not any("returned" in key for entries in saved for key in entries)
+    asked = make([{"params": make_parameters(), "return_power": 0.9}])
+    with pytest.warns(UserWarning, match="from the control average"):
+        asked.load_state_dict(first.state_dict())
+    assert asked.param_groups[0]["return_power"] == 0.9
 
 
 def test_a_return_power_set_or_unset_in_mid_run():

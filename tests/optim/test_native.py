@@ -124,7 +124,7 @@ def test_views_at_odd_places_and_other_orders_of_memory():
     assert torch.equal(odd, plain[0]) and room[0] == 0
     last = make_parameters(dtype=torch.float32, shapes=[(6, 5, 4, 3)])[0].detach()
     last = last.to(memory_format=torch.channels_last).requires_grad_()
-    optimizer = PACE([last], lr=1e-2, fused=True)
+    optimizer = PACE([last], lr=1e-2, gain="paper", fused=True)
     for step in steps:
         last.grad = step[0].float().to(memory_format=torch.channels_last)
         optimizer.step()

@@ -106,7 +106,8 @@ def test_mixed_precisions_in_one_group_are_as_if_alone():
 @pytest.mark.parametrize("there, back", [(False, True), (True, False)])
 def test_state_moves_between_paths(there, back):
     """S2: a state of one path goes on in the other as if nothing had happened."""
-    gradients, settings = make_gradients(40), {"pullback_strength": 30.0, "return_power": 0.9}
+    gradients = make_gradients(40)
+    settings = {"gain": "paper", "pullback_strength": 30.0, "return_power": 0.9}
     straight = run(make_parameters(dtype=torch.float32), gradients, foreach=there, **settings)
     first = run(make_parameters(dtype=torch.float32), gradients[:17], foreach=there, **settings)
     weights = [p.detach().clone().requires_grad_() for p in first.param_groups[0]["params"]]

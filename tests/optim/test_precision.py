@@ -12,7 +12,9 @@ def test_a_bfloat16_model_of_5000_steps_has_an_accurate_average(foreach):
     """The average in the state is within 1e-3 (in fact 1e-5) of a float64 one of the same iterates."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).bfloat16()
-    optimizer = PACE(model.parameters(), lr=3e-3, return_power=0.8, pullback_strength=0.1, foreach=foreach)
+    optimizer = PACE(
+        model.parameters(), lr=3e-3, return_power=0.8, gain="paper", pullback_strength=0.1, foreach=foreach
+    )
     exact = {k: [p.detach().double() for p in model.parameters()] for k in (0.5, 0.8)}
     frozen = [p.detach().clone() for p in model.parameters()]  # an average kept in bfloat16
     truth = torch.randn(8, 1)

@@ -125,7 +125,7 @@ def assert_reading(reading, seen, tolerance=1e-10):
 
 
 def pace(parameters, foreach=False, **settings):
-    return PACE(parameters, foreach=foreach, **{"lr": 1e-2, **settings})
+    return PACE(parameters, foreach=foreach, **{"lr": 1e-2, "gain": "paper", **settings})
 
 
 def pullback(parameters, foreach=False, **settings):

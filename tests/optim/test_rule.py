@@ -137,7 +137,7 @@ def test_infinite_strength_moves_live_by_the_whole_gap(strength, foreach):
     """N5: the gain is 1 everywhere, live is AdamW's plus (average − old live), exactly."""
     gradients = make_gradients(10)
     parameters = make_parameters()
-    optimizer = PACE(parameters, lr=1e-2, pullback_strength=strength, foreach=foreach)
+    optimizer = PACE(parameters, lr=1e-2, gain="paper", pullback_strength=strength, foreach=foreach)
     for step_gradients in gradients:
         old = [p.detach().clone() for p in parameters]
         average = [optimizer.state[p]["average"].clone() for p in parameters]
@@ -225,7 +225,7 @@ def test_constant_weights_stay_their_own_average_to_the_bit(foreach):
 def test_step_counts_stay_exact_for_ever(start, foreach):
     """N13: t advances by exactly 1, bias corrections are exactly 1, the rate is right to 1e-12."""
     parameter = torch.ones(3).requires_grad_()
-    optimizer = PACE([parameter], lr=1e-2, pullback_strength=0.0, foreach=foreach)
+    optimizer = PACE([parameter], lr=1e-2, pullback_strength=0.0, ema_power=0.5, foreach=foreach)
     advance(optimizer, [parameter], [[torch.ones(3)]])
     state = optimizer.state[parameter]
     state["step"].fill_(start)
@@ -264,7 +264,7 @@ def test_every_coordinate_stays_between_step_and_full_pull(live, average, streng
 
     def stepped(c):
         parameter = torch.tensor(live).requires_grad_()
-        optimizer = PACE([parameter], lr=1e-2, pullback_strength=c, gap=gap)
+        optimizer = PACE([parameter], lr=1e-2, gain="paper", pullback_strength=c, gap=gap)
         optimizer.state[parameter]["step"].fill_(3)
         optimizer.state[parameter]["average"].copy_(torch.tensor(average))
         advance(optimizer, [parameter], [[torch.linspace(-2, 2, 8)]])

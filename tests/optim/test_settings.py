@@ -35,8 +35,10 @@ REFUSED = [
     ({"betas": (0.9, torch.tensor(0.99))}, "either both floats or both Tensors", "0.9", "floats"),
     ({"eps": -1.0}, "eps", "-1.0", ">= 0"),
     ({"weight_decay": -1}, "weight_decay", "-1", ">= 0"),
-    ({"pullback_strength": -1e-3}, "pullback_strength", "-0.001", '>= 0 for gain="paper"'),
-    ({"pullback_strength": math.nan}, "pullback_strength", "nan", ">= 0"),
+    ({"pullback_strength": -1e-3, "gain": "paper"}, "pullback_strength", "-0.001", '>= 0 for gain="paper"'),
+    ({"pullback_strength": math.nan, "gain": "paper"}, "pullback_strength", "nan", ">= 0"),
+    ({"pullback_strength": 3e-3}, "pullback_strength", "0.003", 'gain="paper" (c of the paper'),
+    ({"pullback_strength": math.nan}, "pullback_strength", "nan", 'gain="scaled" (what PACE takes by itself'),
     ({"pullback_strength": -1.0, "gain": "uniform"}, "pullback_strength", "-1.0", "> -1"),
     ({"gain": "uniform"}, "pullback_strength", "None", '> -1 for gain="uniform"'),
     ({"pullback_strength": -2.0, "gain": "relative"}, "pullback_strength", "-2.0", "> -1"),
@@ -143,7 +145,7 @@ def test_the_pull_uses_the_learning_rate_in_force(name, foreach):
     """N12: nine schedulers, 20 steps, against the reference at the same rates."""
     parameters, gradients = make_parameters(), make_gradients(20)
     references = [Reference(p.detach().numpy(), pullback_strength=30.0) for p in parameters]
-    optimizer = PACE(parameters, lr=1e-2, pullback_strength=30.0, foreach=foreach)
+    optimizer = PACE(parameters, lr=1e-2, gain="paper", pullback_strength=30.0, foreach=foreach)
     scheduler = SCHEDULERS[name](optimizer)
     for step_gradients in gradients:
         for reference, gradient in zip(references, step_gradients, strict=True):
@@ -238,7 +240,7 @@ def test_what_peers_call_is_there():
     """LR schedulers take it for an Optimizer; its repr names the settings; trainers patch step."""
     optimizer = PACE([torch.ones(1).requires_grad_()], lr=2e-3)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    assert "pullback_strength: 0.003" in repr(optimizer) and "parameters_hold: live" in repr(optimizer)
+    assert "pullback_strength: 15.0" in repr(optimizer) and "parameters_hold: live" in repr(optimizer)
     original = optimizer.step
     optimizer.step = lambda *a, **k: original(*a, **k)
     optimizer.step()
@@ -331,19 +333,25 @@ def test_device_scalars_of_parameters_of_different_age_and_at_rate_0(name, forea
 
 # --- What suits a gain --------------------------------------------------------------------------------
 
-SUITED = ("pullback_strength", "ema_power", "return_power")
+SUITED = ("gain", "pullback_strength", "ema_power", "return_power")
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (3e-3, 0.5, None)),
-        ({"gain": "scaled"}, (15.0, 0.2, 0.7)),
-        ({"gain": "scaled", "pullback_strength": 0.0, "return_power": 0.9}, (0.0, 0.2, 0.9)),
-        ({"gain": "scaled", "return_power": 0.2}, (15.0, 0.2, None)),
-        ({"gain": "scaled", "ema_power": 0.7}, (15.0, 0.7, None)),
-        ({"gain": "relative", "pullback_strength": 1.0}, (1.0, 0.5, None)),
-        ({"ema_power": 0.7, "return_power": 0.7}, (3e-3, 0.7, None)),
+        ({}, ("scaled", 15.0, 0.2, 0.7)),
+        ({"gain": "paper"}, ("paper", 3e-3, 0.5, None)),
+        ({"gain": "scaled"}, ("scaled", 15.0, 0.2, 0.7)),
+        ({"pullback_strength": 0.0}, ("scaled", 0.0, 0.7, None)),
+        ({"pullback_strength": 0, "ema_power": 0.5}, ("scaled", 0, 0.5, None)),
+        ({"pullback_strength": 0.0, "return_power": 0.9}, ("scaled", 0.0, 0.9, None)),
+        ({"pullback_strength": 0.0, "return_power": 0.0}, ("scaled", 0.0, 0.0, None)),
+        ({"pullback_strength": 0.0, "ema_power": 0.5, "return_power": 0.9}, ("scaled", 0.0, 0.5, 0.9)),
+        ({"gain": "paper", "pullback_strength": 0.0}, ("paper", 0.0, 0.5, None)),
+        ({"return_power": 0.2}, ("scaled", 15.0, 0.2, None)),
+        ({"ema_power": 0.7}, ("scaled", 15.0, 0.7, None)),
+        ({"gain": "relative", "pullback_strength": 1.0}, ("relative", 1.0, 0.5, None)),
+        ({"gain": "paper", "ema_power": 0.7, "return_power": 0.7}, ("paper", 3e-3, 0.7, None)),
     ],
 )
 def test_what_is_not_said_suits_the_gain(settings, expected):
@@ -354,18 +362,18 @@ def test_what_is_not_said_suits_the_gain(settings, expected):
         (group,) = optimizer.param_groups
         assert tuple(group[name] for name in SUITED) == expected
         (state,) = optimizer.state.values()
-        assert ("returned" in state) == (expected[2] is not None)
+        assert ("returned" in state) == (expected[3] is not None)
 
 
 def test_a_group_with_a_gain_of_its_own_gets_what_suits_that():
     first, second = torch.ones(2).requires_grad_(), torch.ones(2).requires_grad_()
     added = {"params": [second], "gain": "paper"}
-    optimizer = PACE([first], gain="scaled")
+    optimizer = PACE([first])
     optimizer.add_param_group(added)
     assert optimizer.param_groups[1] is added  # as in torch: who keeps it can change it
     assert [[group[name] for name in SUITED] for group in optimizer.param_groups] == [
-        [15.0, 0.2, 0.7],
-        [3e-3, 0.5, None],
+        ["scaled", 15.0, 0.2, 0.7],
+        ["paper", 3e-3, 0.5, None],
     ]
     optimizer = PACE([first], gain="scaled", pullback_strength=7.0)
     optimizer.add_param_group({"params": [second], "gain": "paper"})

@@ -151,7 +151,7 @@ def test_a_parameter_without_gradient_is_skipped_whole(foreach):
 def test_frozen_parameters_have_no_state_until_thawed(foreach):
     parameters = make_parameters()
     parameters[1].requires_grad_(False)
-    optimizer = PACE(parameters, lr=1e-2, pullback_strength=30.0, foreach=foreach)
+    optimizer = PACE(parameters, lr=1e-2, gain="paper", pullback_strength=30.0, foreach=foreach)
     assert parameters[1] not in optimizer.state
     for step in make_gradients(4):
         set_gradients(parameters, [step[0], None, *step[2:]])

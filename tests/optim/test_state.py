@@ -211,7 +211,7 @@ def test_state_follows_a_model_that_is_cast(target, foreach):
 @pytest.mark.parametrize("there, back", [(torch.float32, torch.float16), (torch.bfloat16, torch.float32)])
 def test_a_cast_while_shown_does_not_touch_the_average(there, back):
     model = Net(there)
-    optimizer = PACE(model.parameters(), lr=1e-2, eps=1e-3, pullback_strength=30.0)
+    optimizer = PACE(model.parameters(), lr=1e-2, eps=1e-3, gain="paper", pullback_strength=30.0)
     advance(optimizer, list(model.parameters()), make_gradients(5))
     before = everything(optimizer)
     optimizer.eval()
@@ -302,8 +302,8 @@ def test_reset_average_starts_again_from_live():
 def test_averages_are_seeded_by_the_first_step_itself(foreach):
     """With nobody looking in between: no state_dict, no evaluation."""
     parameters = make_parameters(dtype=torch.float32)
-    settings = {"lr": 1e-2, "weight_decay": 0.0, "pullback_strength": 30.0, "return_power": 0.9}
-    optimizer = PACE(parameters, foreach=foreach, **settings)
+    settings = {"gain": "paper", "weight_decay": 0.0, "pullback_strength": 30.0, "return_power": 0.9}
+    optimizer = PACE(parameters, lr=1e-2, foreach=foreach, **settings)
     with torch.no_grad():
         for parameter in parameters:
             parameter.fill_(5.0)

@@ -140,7 +140,7 @@ def test_a_step_after_a_forgotten_eval_is_correct(dtype):
     gradients = make_gradients(10)
     careful = run(make_parameters(dtype=dtype), gradients, pullback_strength=30.0)
     parameters = make_parameters(dtype=dtype)
-    careless = PACE(parameters, lr=1e-2, pullback_strength=30.0)
+    careless = PACE(parameters, lr=1e-2, gain="paper", pullback_strength=30.0)
     for step in gradients:
         careless.eval()
         for p, g in zip(parameters, step, strict=True):

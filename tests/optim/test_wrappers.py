@@ -121,7 +121,7 @@ def test_an_average_cannot_be_called_live():
 
 def nested():
     parameters = make_parameters()
-    optimizer = Averages(PACE(parameters, lr=1e-2, pullback_strength=3.0), {"a": PowerLaw(0.9)})
+    optimizer = Averages(PACE(parameters, lr=1e-2, gain="paper", pullback_strength=3.0), {"a": PowerLaw(0.9)})
     advance(optimizer, parameters, make_gradients(5))
     return parameters, optimizer
 

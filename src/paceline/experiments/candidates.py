@@ -183,6 +183,13 @@ def scaled(s: Scene, strength: float, push: float = 0.0) -> Pull:
     return (s.rate * ratio).clamp(max=1) * s.gap, 1.0
 
 
+def signal(s: Scene, strength: float) -> Pull:
+    """`scaled` by the rms of m̂ in place of √v̂: of the noise in gradients, which a larger batch has less of,
+    a quarter is left in it."""
+    rms = (s.step * s.root).norm() / math.sqrt(s.root.numel())  # η times that of m̂, but for the decay
+    return (s.rate * strength * rms / s.root).clamp(max=1) * s.gap, 1.0
+
+
 def softened(s: Scene, strength: float, push: float = 0.0) -> Pull:
     """`scaled` without a pull: what it does to steady motion, done to the step. AdamW with a larger ε."""
     rms = s.root.norm() / math.sqrt(s.root.numel())
@@ -254,6 +261,7 @@ GAINS: dict[str, Callable[..., Pull]] = {
     "push_then_pull": push_then_pull,
     "leash": leash,
     "scaled": scaled,
+    "signal": signal,
     "softened": softened,
     "split": split,
     "tensorwise": tensorwise,

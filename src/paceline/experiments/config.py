@@ -61,7 +61,7 @@ class Run:
     """Multiples of twenty tokens per parameter."""
     optimizer: str = "pace"
     """NAME or NAME:setting=value,…: adamw, pace, ademamix, lookahead, gpa, ema_nesterov, schedule_free,
-    schedule_free_plus, sgd, and candidate, for research. E.g. pace:pullback_strength=0.01,ema_power=0.7"""
+    schedule_free_plus, sgd, and candidate, for research. E.g. pace:gain=paper,ema_power=0.7"""
     lr: float = 1e-3
     """The learning rate, after the warm-up."""
     schedule: str = "constant"
@@ -160,8 +160,8 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 def parse_spec(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """A name with settings, in order or by name.
 
-    >>> parse_spec("pace:pullback_strength=0.01,betas=(0.9, 0.95)")
-    ('pace', [], {'pullback_strength': 0.01, 'betas': (0.9, 0.95)})
+    >>> parse_spec("pace:ema_power=0.3,betas=(0.9, 0.95)")
+    ('pace', [], {'ema_power': 0.3, 'betas': (0.9, 0.95)})
     >>> parse_spec("power:0.7")
     ('power', [0.7], {})
     """

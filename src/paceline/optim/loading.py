@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.optim.recipe import USUAL
 from paceline.optim.state import State, average_dtype, name_of, step_device
 
 
@@ -67,7 +68,7 @@ def admit(
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"])):
         settings = {k: v for k, v in own.items() if k not in ("params", "param_names")}
         settings |= {k: v for k, v in saved.items() if k not in format.ignored}
-        if settings.get("return_power") is None and "return_power" in own:
+        if settings.get("return_power") is None and _asked_to_return(own, optimizer.defaults):
             settings["return_power"] = own["return_power"]  # a state from before it was asked for
         format.check(settings)
         groups.append(settings)
@@ -90,6 +91,14 @@ def admit(
     # What torch refuses next (another number of groups or parameters) must reach it unchanged.
     groups += state_dict["param_groups"][len(groups) :]
     return {**state_dict, "param_groups": groups, "state": state}
+
+
+def _asked_to_return(own: dict[str, Any], said: dict[str, Any]) -> bool:
+    """Whether a user gave return_power. What suits a gain by itself asks a state for no more than it has."""
+    power = own.get("return_power")
+    if power is None:
+        return False
+    return said.get("return_power") is not None or power != USUAL[own["gain"] or "paper"].get("return_power")
 
 
 def check_loadable(live: Tensor, saved: dict[str, Any], name: str, format: Format, shaped: set[str]) -> None:

@@ -27,24 +27,29 @@ class PACE(Averaging):
     .. code-block:: text
 
         raw      = AdamW(live)
-        gain     = min(lr · pullback_strength · rate / (√v̂ + eps), max_gain)    rate = (1 + t)^-ema_power
+        gain     = min(lr · strength · scale · rate / (√v̂ + eps), max_gain)    rate = (1 + t)^-ema_power
         live'    = raw + gain · (average − live)
         average' = (1 − rate) · average + rate · live'
 
-    The parameters always hold the live weights; the average is optimizer state. Evaluate it with
+    where the scale is the rms of √v̂ over the model; under gain="paper" it is 1. Alone, `PACE(params, lr)`
+    pulls toward a short average and returns a longer one; docs/defaults.md tells how that was chosen.
+    `PACE(params, lr, gain="paper")` is the paper's: c = 3e-3, and one average of power 0.5.
+
+    The parameters always hold the live weights; averages are optimizer state. Evaluate the returned one with
     `averaged_weights`, export it with `averaged_state_dict` or `save_averaged`.
 
     Arguments:
         params: parameters or parameter groups; any setting below may differ between groups.
-        lr: learning rate, float or 1-element Tensor. Under gain="paper" it also scales the pull.
+        lr: learning rate, float or 1-element Tensor. Under "scaled" and "paper" it also scales the pull.
         betas, eps, weight_decay: AdamW's.
-        pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it. None: 3e-3 for "paper",
-            15 for "scaled"; the other gains have no usual one.
-        gain: how a coordinate's pull is sized. "paper": as above. "uniform": rate · strength for all.
-            "relative": rate · strength · clip(rms(√v̂)/(√v̂+eps), ¼, 4), which does not depend on loss
-            scale, learning rate or size. For these two a strength in (−1, 0) pushes away. "scaled": as
-            "paper", times the rms of √v̂ over the whole model, so that the loss may have any scale; it pulls
-            weights whose gradients are small beside the model's, such as those of queries and keys.
+        pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it. None: 15 for "scaled",
+            3e-3 for "paper"; the other gains have no usual one. A strength wants its gain beside it.
+        gain: how a coordinate's pull is sized. "scaled", what None stands for: as above; the loss may have
+            any scale, and weights are pulled whose gradients are small beside the model's, such as those of
+            queries and keys. "paper": without the scale; c has the units of a curvature. "uniform": rate ·
+            strength for all. "relative": rate · strength · clip(rms(√v̂)/(√v̂+eps), ¼, 4), the rms of each
+            tensor, which does not depend on loss scale, learning rate or size. For these two a strength in
+            (−1, 0) pushes away.
         ema_power: κ in the paper, 0 to 1. 1 averages all iterates alike, 0 makes the average live. None: 0.2
             for "scaled", else 0.5.
         update_every: pull and average at every n-th step only.
@@ -53,8 +58,8 @@ class PACE(Averaging):
         gap: "pre" pulls by the gap before the AdamW step, Algorithm 1. "lookahead" averages first and
             moves toward the new average; an infinite strength is then Lookahead with one inner step.
         return_power: a second average with this power is kept and is the one that is shown, exported
-            and returned; it never influences training. None: 0.7 for "scaled"; else, and where it equals
-            ema_power, there is only the one that pulls, and that is returned.
+            and returned; it never influences training. None: 0.7 for "scaled". Otherwise, where it equals
+            ema_power, and with strength 0, there is only one average.
         skip_nonfinite: skip the whole step if any gradient has a NaN or Inf (one host read a step).
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
         fused: True takes the update of float32 weights on a CPU in one pass over memory, by a function in C
@@ -86,7 +91,7 @@ class PACE(Averaging):
         weight_decay: float = 1e-2,
         *,
         pullback_strength: float | None = None,
-        gain: Gain = "paper",
+        gain: Gain | None = None,
         ema_power: float | None = None,
         update_every: int = 1,
         ema_offset: float = 1.0,
@@ -122,7 +127,7 @@ class PACE(Averaging):
             "capturable": capturable,
             "differentiable": differentiable,
         }
-        recipe.check(recipe.completed(defaults))
+        recipe.check(recipe.completed(recipe.with_gain(defaults)))
         self._fits: Fits = {}
         super().__init__(params, defaults)
 
@@ -132,9 +137,9 @@ class PACE(Averaging):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its settings are checked and its state exists from here on."""
         if isinstance(param_group, dict):
-            settings = recipe.completed({**self.defaults, **param_group})
+            settings = recipe.completed(recipe.with_gain({**self.defaults, **param_group}))
             recipe.check(settings)
-            param_group.update((name, settings[name]) for name in recipe.USUAL["paper"])
+            param_group.update((name, settings[name]) for name in ("gain", *recipe.USUAL["paper"]))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["parameters_hold"] = self.param_groups[0]["parameters_hold"]

@@ -25,8 +25,8 @@ def _check(group: dict[str, Any]) -> None:
 class Pullback(Wrapper):
     """The pull of PACE toward an average of the live weights, around any torch optimizer.
 
-    `Pullback(torch.optim.AdamW(...))` is `PACE` bit for bit, in float32 and float64; use `PACE` there, it
-    is faster. Around another optimizer it takes that one's step for the raw step:
+    `Pullback(torch.optim.AdamW(...), gain="scaled")` is `PACE` bit for bit, in float32 and float64; use
+    `PACE` there, it is faster. Around another optimizer it takes that one's step for the raw step:
 
     .. code-block:: text
 
@@ -95,10 +95,11 @@ class Pullback(Wrapper):
             "return_power": return_power,
         }
         super().__init__(base, completed(settings))
+        self.defaults["return_power"] = return_power  # as it was said: a loaded state may have none
 
     def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> "list[Chunk]":
         recipe = recipe_of(group)
-        scale = self._scale() if recipe.gain == "scaled" else 1.0
+        scale = self._scale() if recipe.gain == "scaled" and recipe.pullback_strength != 0 else 1.0
         return prepare(self._memory, parameters, stays_on_device(recipe), lambda t: recipe, scale)
 
     def _scale(self) -> Scalar:

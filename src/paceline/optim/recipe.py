@@ -53,15 +53,42 @@ USUAL: dict[str, dict[str, float | None]] = {
 def completed(group: dict[str, Any]) -> dict[str, Any]:
     """The settings of a group, with what suits its gain in place of None.
 
-    A second average of the same power would be the first: it is not kept.
+    Where nothing is pulled, the average that pulls is the one to return; and a second average of the same
+    power would be the first. In both cases only one is kept.
     """
     full = dict(group)
-    for name, usual in USUAL.get(group["gain"] or "paper", {}).items():
+    usual = USUAL.get(group["gain"] or "paper", {})
+    if _pulls_nothing(group):
+        powers = (group["return_power"], usual.get("return_power"), usual.get("ema_power"))
+        usual = {"ema_power": next((power for power in powers if power is not None), None)}
+    for name, value in usual.items():
         if full[name] is None:
-            full[name] = usual
+            full[name] = value
     if full["return_power"] == full["ema_power"]:
         full["return_power"] = None
     return full
+
+
+def with_gain(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group of PACE, with the usual gain where none is given.
+
+    A strength is a number of its gain, so it is not guessed which one is meant.
+    """
+    if group["gain"] is not None:
+        return group
+    strength = group["pullback_strength"]
+    if strength is not None and not _pulls_nothing(group):
+        raise ValueError(
+            f"pullback_strength={strength!r} needs its gain beside it, since it means another thing in each: "
+            'gain="scaled" (what PACE takes by itself; usual strength 15), gain="paper" (c of the paper; '
+            "usual 3e-3), or another"
+        )
+    return {**group, "gain": "scaled"}
+
+
+def _pulls_nothing(group: dict[str, Any]) -> bool:
+    strength = group["pullback_strength"]
+    return is_number(strength) and strength == 0
 
 
 def _check_number(group: dict[str, Any], name: str, low: float, high: float, allowed: str) -> None:

@@ -77,7 +77,7 @@ def averaged_weights(optimizer: "torch.optim.Optimizer | KeepsAverage") -> Itera
     ...     optimizer.step()
     >>> live = model.weight.detach().clone()
     >>> with paceline.averaged_weights(optimizer):
-    ...     torch.equal(model.weight, optimizer.state[model.weight]["average"])
+    ...     torch.equal(model.weight, optimizer.state[model.weight]["returned"])
     True
     >>> torch.equal(model.weight, live)
     True

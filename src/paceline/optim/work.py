@@ -194,7 +194,7 @@ def _loop_step_(slots: list[Slot], settings: Recipe, scale: Scalar) -> None:
 
 def scale_before(states: States, works: list[Work]) -> Scalar:
     """The root mean square of √v̂ over all that this step will move, if a group asks for it."""
-    if all(work.group["gain"] != "scaled" for work in works):
+    if not any(work.group["gain"] == "scaled" and work.group["pullback_strength"] != 0 for work in works):
         return 1.0
     return model_scale(
         [(parameter, states[parameter], work.group) for work in works for parameter in work.parameters]

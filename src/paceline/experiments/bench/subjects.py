@@ -116,23 +116,24 @@ RIVALS: dict[str, Rival] = {
     "PACE, fused, strength 0": Rival(
         make=lambda p: _plain(PACE(p, fused=True, pullback_strength=0.0)), traffic=36, devices=("cpu",)
     ),
-    "PACE, fused": Rival(make=lambda p: _plain(PACE(p, fused=True)), traffic=36, devices=("cpu",)),
-    "PACE, fused, two averages": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, return_power=0.8)), traffic=44, devices=("cpu",)
+    "PACE, fused": Rival(make=lambda p: _plain(PACE(p, fused=True)), traffic=44, devices=("cpu",)),
+    "PACE, fused, one average": Rival(
+        make=lambda p: _plain(PACE(p, fused=True, return_power=0.2)), traffic=36, devices=("cpu",)
     ),
-    "PACE, fused, scaled": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, gain="scaled", return_power=0.2)),
-        traffic=36,
+    "PACE, fused, paper": Rival(
+        make=lambda p: _plain(PACE(p, fused=True, gain="paper")), traffic=36, devices=("cpu",)
+    ),
+    "PACE, fused, paper, two averages": Rival(
+        make=lambda p: _plain(PACE(p, fused=True, gain="paper", return_power=0.8)),
+        traffic=44,
         devices=("cpu",),
     ),
-    "PACE, foreach": Rival(make=lambda p: _plain(PACE(p, foreach=True)), traffic=36),
+    "PACE, foreach": Rival(make=lambda p: _plain(PACE(p, foreach=True)), traffic=44),
+    "PACE, foreach, paper": Rival(make=lambda p: _plain(PACE(p, foreach=True, gain="paper")), traffic=36),
     "PACE, foreach, relative": Rival(
         make=lambda p: _plain(PACE(p, foreach=True, gain="relative", pullback_strength=0.5)), traffic=36
     ),
-    "PACE, foreach, scaled": Rival(
-        make=lambda p: _plain(PACE(p, foreach=True, gain="scaled", return_power=0.2)), traffic=36
-    ),
-    "PACE, per tensor": Rival(make=lambda p: _plain(PACE(p, foreach=False)), traffic=36),
+    "PACE, per tensor, paper": Rival(make=lambda p: _plain(PACE(p, foreach=False, gain="paper")), traffic=36),
     "Pullback of AdamW, fused": Rival(
         make=lambda p: _plain(Pullback(AdamW(p, fused=True), pullback_strength=3e-3)), traffic=36
     ),

@@ -24,7 +24,7 @@ NAMES = {
     "ema_short": Method(average=SHORT),
     "ema_long": Method(average=LONG),
     "pace": Method(optimizer="pace"),
-    "pace_long": Method(optimizer="pace", average=LONG),
+    "pace_paper": Method(optimizer="pace:gain=paper"),
     "wsd": Method(schedule="wsd"),
     "cosine": Method(schedule="cosine"),
     "schedule_free": Method(optimizer="schedule_free"),
@@ -35,7 +35,7 @@ NAMES = {
     "ademamix": Method(optimizer="ademamix"),
     "sgd": Method(optimizer="sgd"),
 }
-DEFAULT = ("adamw", "ema_short", "ema_long", "pace", "pace_long", "wsd", "schedule_free")
+DEFAULT = ("adamw", "ema_short", "ema_long", "pace", "wsd", "schedule_free")
 
 
 def parse(text: str) -> Method:
@@ -43,8 +43,8 @@ def parse(text: str) -> Method:
 
     >>> parse("ema_long")
     Method(optimizer='adamw', schedule='constant', average='long_ema=power:0.7')
-    >>> parse("pace:pullback_strength=0.01/power:0.9@cosine")
-    Method(optimizer='pace:pullback_strength=0.01', schedule='cosine', average='power:0.9')
+    >>> parse("pace_paper:pullback_strength=0.01/power:0.9@cosine")
+    Method(optimizer='pace:gain=paper,pullback_strength=0.01', schedule='cosine', average='power:0.9')
     """
     rest, _, schedule = text.partition("@")
     rest, _, average = rest.partition("/")
@@ -53,7 +53,8 @@ def parse(text: str) -> Method:
         raise ConfigError(f"method {name[:80]!r} is unknown{nearest(name, list(NAMES))}; {_ALLOWED}")
     method = NAMES[name]
     if settings:
-        method = replace(method, optimizer=f"{method.optimizer}:{settings}")
+        between = "," if ":" in method.optimizer else ":"
+        method = replace(method, optimizer=f"{method.optimizer}{between}{settings}")
     if average:
         method = replace(method, average=average)
     if schedule:

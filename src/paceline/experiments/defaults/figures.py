@@ -2,7 +2,7 @@
 
 example:
   python -m paceline.experiments.defaults.figures records/FILE.jsonl --out docs/defaults.png \\
-      --methods adamw scaled:15,control:0.2 paper:0.003 schedule_free
+      --methods adamw scaled:15,control:0.2/power_0_7 paper:0.003 schedule_free
 """
 
 import argparse
@@ -34,7 +34,7 @@ def draw(results: Sequence[Result], methods: Sequence[str], path: Path) -> list[
     """Three panels, and their numbers as lines of text; the others are compared with the first method."""
     from matplotlib.figure import Figure
 
-    picks = [best_weights(results, method) for method in methods]
+    picks = [_pick(results, method) for method in methods]
     reference = picks[0]
     figure = Figure(figsize=(15, 4.6), dpi=140, layout="constrained", facecolor="white")
     over_rates, over_trials, over_steps = (figure.add_subplot(1, 3, i) for i in (1, 2, 3))
@@ -45,6 +45,12 @@ def draw(results: Sequence[Result], methods: Sequence[str], path: Path) -> list[
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path)
     return lines
+
+
+def _pick(results: Sequence[Result], text: str) -> Pick:
+    """METHOD with the weights that serve it best, or METHOD/WEIGHTS."""
+    method, _, weights = text.partition("/")
+    return Pick(method, weights) if weights else best_weights(results, method)
 
 
 def _regret(axes: "Axes", results: Sequence[Result], picks: Sequence[Pick], reference: Pick) -> list[str]:
@@ -122,13 +128,22 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--methods", nargs="+", required=True, help="the first is compared with")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        required=True,
+        help="METHOD, with the weights that are best at its best rate, or METHOD/WEIGHTS; the others are "
+        "compared with the first",
+    )
     parser.add_argument("--out", type=Path, required=True, help="the PNG file")
     given = parser.parse_args()
     results = read(given.records)
-    known = {result.method for result in results}
-    if missing := [method for method in given.methods if method not in known]:
-        parser.error(f"{missing[0]} is in no record; there are {', '.join(sorted(known))}")
+    known = {result.method: set(result.losses) for result in results}
+    for method, _, weights in (text.partition("/") for text in given.methods):
+        if method not in known:
+            parser.error(f"{method} is in no record; there are {', '.join(sorted(known))}")
+        if weights and weights not in known[method]:
+            parser.error(f"{method} returned no {weights}; there are {', '.join(sorted(known[method]))}")
     for line in draw(results, given.methods, given.out):
         print(line)
 

@@ -274,6 +274,8 @@ def short(scale: Scale, powers: tuple[int, ...] = ALL, **more: Any) -> Named:
         spec = f"candidate:gain=scaled,strength={r},ema_power=0.2"
         runs |= grid(scale, f"scaled:{r},control:0.2", spec, powers, **more)
         runs |= grid(scale, f"softened:{r}", f"candidate:gain=softened,strength={r}", powers, **more)
+        spec = f"candidate:gain=signal,strength={4 * r},ema_power=0.2"
+        runs |= grid(scale, f"signal:{4 * r},control:0.2", spec, powers, **more)
         library = f"pace:gain=scaled,pullback_strength={r},ema_power=0.2"
         runs |= grid(scale, f"PACE:scaled,{r},control:0.2", library, powers, **more)
     return runs

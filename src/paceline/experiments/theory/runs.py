@@ -10,11 +10,11 @@ import numpy as np
 
 from paceline.control.advice import Situation, advise
 from paceline.control.family import right_ratio
-from paceline.experiments.config import ConfigError
+from paceline.experiments.config import ConfigError, parse_spec
 from paceline.experiments.report.palette import style
 from paceline.experiments.report.results import Outcomes, Result, differences, find_runs, is_pace, read_run
 from paceline.experiments.theory.picture import Picture, labels, line
-from paceline.optim.recipe import USUAL
+from paceline.optim.recipe import USUAL, completed, with_gain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -230,11 +230,10 @@ def situation_of(kind: Kind, best_lr: float | None) -> Situation:
 
 
 def _setting(run: Result, name: str) -> float | None:
-    parts = (part.partition("=") for part in run.config["optimizer"].partition(":")[2].split(","))
-    given = {key.strip(): value.strip() for key, _, value in parts}
-    if given.get(name, "None").lower() not in ("none", "null"):
-        return float(given[name])
-    return USUAL[given.get("gain", "paper").strip("'\"")].get(name)
+    """What a run was trained with, said or not."""
+    settings = dict.fromkeys(("gain", *USUAL["paper"])) | parse_spec(run.config["optimizer"])[2]
+    value: float | None = completed(with_gain(settings))[name]
+    return value
 
 
 def _seen(kind: Kind, outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None) -> list[str]:
