@@ -35,6 +35,7 @@ _SHAPES = "tests/optim/test_shapes.py"
 _FAULTS = "tests/optim/test_faults.py"
 _STATE = "tests/optim/test_state.py"
 _LOADING = "tests/optim/test_loading.py"
+_FUSED = "tests/optim/test_fused.py"
 _CHECKPOINTS = "tests/optim/test_checkpoints.py"
 _WEIGHTS = "tests/optim/test_weights.py"
 _EXPORT = "tests/optim/test_export.py"
@@ -997,6 +998,55 @@ PACE = [
         '    return said.get("return_power") is not None or power',
         "    return True or power",
         (f"{_LOADING}::test_a_state_of_one_average_stays_so_unless_another_is_asked_for",),
+    ),
+    Mutant(
+        "kernel-averages-what-was-not-stored",
+        "kernel.py",
+        "    live = live.to(OF).to(tl.float32)\n",
+        "",
+        (f"{_FUSED}::test_low_precision_is_rounded_once",),
+    ),
+    Mutant(
+        "kernel-pulls-from-the-raw-step",
+        "kernel.py",
+        "(live if LOOKAHEAD else before)",
+        "live",
+        (f"{_FUSED}::test_against_the_reference",),
+    ),
+    Mutant(
+        "kernel-without-scale",
+        "kernel.py",
+        "numerator * tl.load(scale)",
+        "numerator",
+        (f"{_FUSED}::test_against_the_reference",),
+    ),
+    Mutant(
+        "kernel-writes-beyond-the-end",
+        "kernel.py",
+        "        tl.store(start + offsets, value.to(OF), mask=offsets < count - first)",
+        "        tl.store(start + offsets, value.to(OF), mask=offsets <= count - first)",
+        (f"{_FUSED}::test_nothing_outside_a_tensor_is_touched",),
+    ),
+    Mutant(
+        "fused-one-age-for-all",
+        "fused.py",
+        "slot.step.item(), _is_aligned(slot))",
+        "_is_aligned(slot))",
+        (f"{_FUSED}::test_what_is_not_alike_is_as_if_alone",),
+    ),
+    Mutant(
+        "fused-gradients-stay-where-they-were",
+        "fused.py",
+        "    arrays = (slot.live, slot.grad,",
+        "    arrays = (slot.live, slot.exp_avg,",
+        (f"{_FUSED}::test_against_the_reference",),
+    ),
+    Mutant(
+        "onepass-averages-not-seeded",
+        "onepass.py",
+        "    if at.t == 1:\n",
+        "    if False:\n",
+        (f"{_FUSED}::test_what_averages_held_before_the_first_step_makes_no_difference",),
     ),
     Mutant(
         "pace-added-group-holds-live",

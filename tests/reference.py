@@ -109,6 +109,42 @@ def step_model(references, gradients):
         reference.step(gradient, scale)
 
 
+def of_the_same_state(optimizer, parameters, t, settings):
+    """A reference for each parameter, with the weights and the state that a PACE has after t steps."""
+    references = []
+    for p in parameters:
+        r, state = Reference(_numpy(p), **settings), optimizer.state[p]
+        r.m, r.v, r.average, r.t = *(_numpy(state[k]) for k in ("exp_avg", "exp_avg_sq", "average")), t
+        r.returned = _numpy(state.get("returned", state["average"]))
+        r.root = np.sqrt(r.v / (1 - r.betas[1] ** t)) if t else np.zeros_like(r.v)
+        references.append(r)
+    return references
+
+
+def distances(optimizer, parameters, references):
+    """How far weights, moments and averages are from their references, as shares of each tensor's largest."""
+    found = {}
+    for p, r in zip(parameters, references, strict=True):
+        state = optimizer.state[p]
+        pairs = {
+            "live": (p, r.live),
+            "exp_avg": (state["exp_avg"], r.m),
+            "exp_avg_sq": (state["exp_avg_sq"], r.v),
+        }
+        pairs["average"] = state["average"], r.average
+        if "returned" in state:
+            pairs["returned"] = state["returned"], r.returned
+        for name, (ours, theirs) in pairs.items():
+            if theirs.size:
+                size = max(np.abs(theirs).max(), 1e-30)
+                found[name] = max(found.get(name, 0.0), np.abs(_numpy(ours) - theirs).max() / size)
+    return found
+
+
+def _numpy(tensor):
+    return tensor.detach().cpu().double().numpy()
+
+
 class SGDReference(Reference):
     """Heavy-ball SGD under the control: torch's form, the first gradient is the first buffer."""
 

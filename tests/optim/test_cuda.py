@@ -28,7 +28,7 @@ def gradients_on_gpu(steps, seed=1):
 
 
 def run(parameters, gradients, **settings):
-    optimizer = PACE(parameters, **{"lr": 1e-2, **settings})
+    optimizer = PACE(parameters, **{"lr": 1e-2, "gain": "paper", **settings})
     advance(optimizer, parameters, gradients)
     return optimizer
 

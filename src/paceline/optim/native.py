@@ -22,8 +22,16 @@ from typing import Any
 import torch
 
 from paceline.cache import cache_folder
+from paceline.optim.onepass import (
+    NOT_ALIKE,
+    Numbers,
+    averages_that_move,
+    lie_alike,
+    numbers_of,
+    seed_averages_,
+)
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_step, gain_limit, seed_average_, shares
+from paceline.optim.rule import At, Scalar, Slot, at_step
 from paceline.optim.sharded import mesh_of
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -44,13 +52,7 @@ _PULLS = {"uniform": 2, "paper": 1, "scaled": 1}
 class _Scalars(ctypes.Structure):
     """Scalars of native.c."""
 
-    _fields_ = [
-        (name, ctypes.c_float)
-        for name in (
-            *("decay", "new_m", "old_v", "new_v", "root_factor", "eps", "step_size", "numerator"),
-            *("rate", "limit", "keep", "move", "keep_returned", "move_returned"),
-        )
-    ]
+    _fields_ = [(name, ctypes.c_float) for name in Numbers._fields]
 
 
 @cache
@@ -96,19 +98,12 @@ def _built() -> Path:
 def refusal(slot: Slot) -> str | None:
     """Why a parameter cannot take this path, in words that follow its name; None if it can."""
     live = slot.live
-    if live.device.type != "cpu":
-        return f"is on {live.device}; fused=True is for parameters on a CPU"
     if mesh_of(live) is not None:
         return "is sharded over several ranks, which fused=True does not support"
     arrays = [array for array in slot[:6] if array is not None]
     if any(array.dtype != torch.float32 for array in arrays):
-        return f"is {live.dtype}; fused=True is for float32"
-    if all(array.is_contiguous() for array in arrays):
-        return None
-    dense = torch.ops.aten.is_non_overlapping_and_dense(live)
-    if not dense or any(array.stride() != live.stride() for array in arrays):
-        return "and its gradient and state do not lie alike in memory, without gaps; make them contiguous"
-    return None
+        return f"is {live.dtype}; fused=True on a CPU is for float32"
+    return None if lie_alike(slot) else NOT_ALIKE
 
 
 def native_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> None:
@@ -123,14 +118,10 @@ def native_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> 
 
 def _step_alike_(slots: list[Slot], at: At, recipe: Recipe) -> None:
     """Slots of one step count."""
-    if at.t == 1:
-        for slot in slots:
-            for average in (slot.average, slot.returned):
-                if average is not None:
-                    seed_average_(average, slot.live, at.t)
+    seed_averages_(slots, at)
     rows = array("q", [number for slot in slots for number in _row(slot)])  # Tensor of native.c, one a slot
-    scalars = _scalars(at, recipe)
-    averages = 0 if not at.averaging else 1 if slots[0].returned is None else 2
+    scalars = _Scalars(*numbers_of(at, recipe, float(at.scale)))
+    averages = averages_that_move(slots, at)
     pull = _PULLS[recipe.gain] if at.pulling else 0
     lookahead = int(recipe.gap == "lookahead" and averages > 0)
     step, (address, _), count = _function(), rows.buffer_info(), sum(rows[6::7])
@@ -162,28 +153,3 @@ def _row(slot: Slot) -> tuple[int, ...]:
     live, grad, exp_avg, exp_avg_sq, average, returned, _ = slot
     moments, second = (exp_avg.data_ptr(), exp_avg_sq.data_ptr()), average if returned is None else returned
     return live.data_ptr(), grad.data_ptr(), *moments, average.data_ptr(), second.data_ptr(), live.numel()
-
-
-def _scalars(at: At, recipe: Recipe) -> _Scalars:
-    lr, strength = float(at.lr), recipe.pullback_strength
-    numerator = strength if recipe.gain == "uniform" else NUMERATORS[recipe.gain](lr, strength, at.scale)
-    largest = torch.finfo(torch.float32).max
-    keep, move = shares(at.rate, torch.float32)
-    keep_returned, move_returned = shares(at.return_rate, torch.float32)
-    beta1, beta2 = recipe.betas
-    return _Scalars(
-        decay=float(at.decay),
-        new_m=1 - beta1,
-        old_v=beta2,
-        new_v=1 - beta2,
-        root_factor=1 / at.root_correction,
-        eps=recipe.eps,
-        step_size=float(at.step_size),
-        numerator=min(float(numerator), largest),
-        rate=float(at.rate),
-        limit=gain_limit(recipe, torch.float32),
-        keep=float(keep),
-        move=float(move),
-        keep_returned=float(keep_returned),
-        move_returned=float(move_returned),
-    )

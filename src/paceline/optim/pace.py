@@ -62,8 +62,10 @@ class PACE(Averaging):
             ema_power, and with strength 0, there is only one average.
         skip_nonfinite: skip the whole step if any gradient has a NaN or Inf (one host read a step).
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
-        fused: True takes the update of float32 weights on a CPU in one pass over memory, by a function in C
-            that is built once, in a second, with the compiler at hand. It is not kept in saved states.
+        fused: True makes the update in one pass over memory. On a CPU, for float32, by a function in C that
+            is built once, in a second, with the compiler at hand; on a GPU, for float32, bfloat16 and
+            float16, by one launch of a Triton kernel for all tensors of a precision. It is not kept in
+            saved states.
 
     >>> import torch, paceline
     >>> model = torch.nn.Linear(2, 1)

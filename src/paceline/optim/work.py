@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
 
-from paceline.optim import native
+from paceline.optim import fused, native
 from paceline.optim.foreach import foreach_step_
 from paceline.optim.moments import model_scale
 from paceline.optim.recipe import Recipe
@@ -52,25 +52,25 @@ def plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work
     _check_capture(states, group, parameters)
     compiling = torch.compiler.is_compiling()
     # A compiler cannot look into C; it makes one pass of the foreach path itself.
-    native_path = group["fused"] and not compiling
+    one_pass = group["fused"] and not compiling
     known = fits.get(number, [])
     if compiling or len(known) != len(group["params"]):
         known = [None] * len(group["params"])
-    settings = (group["return_power"] is None, group["capturable"], native_path)
+    settings = (group["return_power"] is None, group["capturable"], one_pass)
     slots = []
     for i, parameter in members:
         slot = _slot_again(states, parameter, settings, known[i])
         if slot is None:
             slot = _slot(states, parameter, group, number, i)
-            if native_path and (reason := native.refusal(slot)):
+            if one_pass and (reason := _refusal(slot)):
                 raise RuntimeError(f"{name_of(group, number, i)} {reason}")
             known[i] = None if compiling else _fit(parameter, slot, states[parameter], settings)
         slots.append(slot)
     if not compiling:
         fits[number] = known
     path: Path
-    if native_path:
-        path = native.native_step_
+    if one_pass:
+        path = _one_pass_step_
     else:
         path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
     return Work(group, parameters, slots, path)
@@ -185,6 +185,34 @@ def _takes_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
         return bool(group["foreach"])
     _, foreach = _default_to_fused_or_foreach(parameters, group["differentiable"], use_fused=False)
     return foreach and not tensor_lr
+
+
+class OnePass(NamedTuple):
+    """A way over memory in one pass."""
+
+    refusal: Callable[[Slot], str | None]
+    step_: Path
+
+
+ONE_PASS = {
+    "cpu": OnePass(native.refusal, native.native_step_),
+    "cuda": OnePass(fused.refusal, fused.fused_step_),
+}
+
+
+def _refusal(slot: Slot) -> str | None:
+    kind = slot.live.device.type
+    if kind not in ONE_PASS:
+        return f"is on {slot.live.device}; fused=True is for parameters on a CPU or a GPU with CUDA"
+    return ONE_PASS[kind].refusal(slot)
+
+
+def _one_pass_step_(slots: list[Slot], settings: Recipe, scale: Scalar) -> None:
+    by_kind: dict[str, list[Slot]] = {}
+    for slot in slots:
+        by_kind.setdefault(slot.live.device.type, []).append(slot)
+    for kind, members in by_kind.items():
+        ONE_PASS[kind].step_(members, settings, scale)
 
 
 def _loop_step_(slots: list[Slot], settings: Recipe, scale: Scalar) -> None:

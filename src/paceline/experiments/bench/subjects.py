@@ -114,19 +114,16 @@ RIVALS: dict[str, Rival] = {
     "AdamW, fused, clipped": Rival(make=_with_clipping(lambda p: _plain(AdamW(p, fused=True))), traffic=32),
     "Schedule-Free AdamW": Rival(make=_schedule_free, traffic=28),
     "PACE, fused, strength 0": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, pullback_strength=0.0)), traffic=36, devices=("cpu",)
+        make=lambda p: _plain(PACE(p, fused=True, pullback_strength=0.0)), traffic=36
     ),
-    "PACE, fused": Rival(make=lambda p: _plain(PACE(p, fused=True)), traffic=44, devices=("cpu",)),
+    "PACE, fused": Rival(make=lambda p: _plain(PACE(p, fused=True)), traffic=44),
     "PACE, fused, one average": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, return_power=0.2)), traffic=36, devices=("cpu",)
+        make=lambda p: _plain(PACE(p, fused=True, return_power=0.2)), traffic=36
     ),
-    "PACE, fused, paper": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, gain="paper")), traffic=36, devices=("cpu",)
-    ),
+    "PACE, fused, paper": Rival(make=lambda p: _plain(PACE(p, fused=True, gain="paper")), traffic=36),
     "PACE, fused, paper, two averages": Rival(
         make=lambda p: _plain(PACE(p, fused=True, gain="paper", return_power=0.8)),
         traffic=44,
-        devices=("cpu",),
     ),
     "PACE, foreach": Rival(make=lambda p: _plain(PACE(p, foreach=True)), traffic=44),
     "PACE, foreach, paper": Rival(make=lambda p: _plain(PACE(p, foreach=True, gain="paper")), traffic=36),

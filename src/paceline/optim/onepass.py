@@ -1,0 +1,80 @@
+"""What the paths that make one pass over memory share: the scalars of a step as plain numbers."""
+
+from typing import NamedTuple
+
+import torch
+
+from paceline.optim.recipe import Recipe
+from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, gain_limit, seed_average_, shares
+
+
+class Numbers(NamedTuple):
+    """Of one step, for float32; in this order they are arguments of native.c and kernel.py."""
+
+    decay: float  # 1 − η · weight decay
+    new_m: float  # 1 − β₁, which in float32 would be off by 1e-5 if β₁ were rounded first
+    old_v: float  # β₂
+    new_v: float  # 1 − β₂
+    root_factor: float  # 1 / √(1 − β₂ᵗ)
+    eps: float
+    step_size: float  # −η / (1 − β₁ᵗ)
+    numerator: float  # of the ratio R
+    rate: float
+    limit: float  # the gain is min(rate · R, limit)
+    keep: float  # of the average
+    move: float  # their sum is 1
+    keep_returned: float
+    move_returned: float
+
+
+def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
+    """`scale` as in `pace_step_`, or 1 where it is multiplied in later."""
+    strength = recipe.pullback_strength
+    numerator: Scalar = strength
+    if recipe.gain in NUMERATORS:
+        numerator = NUMERATORS[recipe.gain](float(at.lr), strength, scale)
+    keep, move = shares(at.rate, torch.float32)
+    keep_returned, move_returned = shares(at.return_rate, torch.float32)
+    beta1, beta2 = recipe.betas
+    return Numbers(
+        decay=float(at.decay),
+        new_m=1 - beta1,
+        old_v=beta2,
+        new_v=1 - beta2,
+        root_factor=float(1 / at.root_correction),
+        eps=recipe.eps,
+        step_size=float(at.step_size),
+        numerator=min(float(numerator), torch.finfo(torch.float32).max),
+        rate=float(at.rate),
+        limit=gain_limit(recipe, torch.float32),
+        keep=float(keep),
+        move=float(move),
+        keep_returned=float(keep_returned),
+        move_returned=float(move_returned),
+    )
+
+
+def seed_averages_(slots: list[Slot], at: At) -> None:
+    """At a first step; it is rare enough for a pass of its own."""
+    if at.t == 1:
+        for slot in slots:
+            for average in (slot.average, slot.returned):
+                if average is not None:
+                    seed_average_(average, slot.live, at.t)
+
+
+def averages_that_move(slots: list[Slot], at: At) -> int:
+    """How many averages of each slot move at this step."""
+    return 0 if not at.averaging else 1 if slots[0].returned is None else 2
+
+
+def lie_alike(slot: Slot) -> bool:
+    """Whether all arrays of a slot lie in memory without gaps and in the same order."""
+    arrays = [array for array in slot[:6] if array is not None]
+    if all(array.is_contiguous() for array in arrays):
+        return True
+    dense = torch.ops.aten.is_non_overlapping_and_dense(slot.live)
+    return bool(dense and all(array.stride() == slot.live.stride() for array in arrays))
+
+
+NOT_ALIKE = "and its gradient and state do not lie alike in memory, without gaps; make them contiguous"

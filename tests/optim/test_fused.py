@@ -1,0 +1,294 @@
+"""fused=True on a GPU: one launch for all tensors. Without a GPU, the same kernel in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from problems import (
+    VARIANTS,
+    advance,
+    assert_same_bits,
+    everything,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+)
+from reference import distances, of_the_same_state, step_model
+
+from paceline import PACE, averaged_weights
+from paceline.optim import fused, work
+
+pytest.importorskip("triton")
+
+# The interpreter is NumPy, which warns of what a GPU does in silence.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")]
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+OFFERED = {name: v for name, v in VARIANTS.items() if v.get("gain") != "relative"}
+# Below, at and above a chunk of BLOCK elements; odd ones; none.
+SHAPES = [(33, 7), (16,), (), (64,), (65,), (0, 3)]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Without a GPU: chunks of 64 elements, and parameters on the CPU take this path instead of native.c."""
+    if CUDA:
+        return
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is made, at its first import
+    from paceline.optim import kernel
+
+    assert type(kernel.step).__name__ == "InterpretedFunction"
+    monkeypatch.setattr(fused, "BLOCK", 64)
+    monkeypatch.setitem(work.ONE_PASS, "cpu", work.OnePass(fused.refusal, fused.fused_step_))
+
+
+def parameters_of(dtype=torch.float32, shapes=SHAPES, seed=0):
+    made = make_parameters(seed, dtype, shapes)
+    return [p.detach().to(DEVICE).requires_grad_() for p in made]
+
+
+def gradients_of(steps, shapes=SHAPES, seed=1):
+    return [[g.to(DEVICE) for g in step] for step in make_gradients(steps, seed, shapes)]
+
+
+def trained(steps, dtype=torch.float32, shapes=SHAPES, **settings):
+    parameters = parameters_of(dtype, shapes)
+    optimizer = PACE(parameters, **{"lr": 1e-2, "fused": True, **settings})
+    advance(optimizer, parameters, gradients_of(steps, shapes))
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_against_the_reference(name):
+    """Weights, moments and averages to 1e-6 of the largest, at every one of 6 steps from equal inputs."""
+    settings = {"lr": 1e-2, **OFFERED[name]}
+    parameters = parameters_of()
+    optimizer = PACE(parameters, fused=True, **settings)
+    for t, gradients in enumerate(gradients_of(6)):
+        references = of_the_same_state(optimizer, parameters, t, settings)
+        advance(optimizer, parameters, [gradients])
+        step_model(references, [g.float().double().cpu().numpy() for g in gradients])
+        assert max(distances(optimizer, parameters, references).values()) <= 1e-6
+        assert all(optimizer.state[p]["step"].item() == t + 1 for p in parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once(dtype):
+    """Weights and moments are within a unit in the last place of float64 results; averages are float32."""
+    settings = {"lr": 1e-2, "eps": 1e-3, "gain": "scaled"}
+    powers = {"average": 0.2, "returned": 0.7}
+    parameters = parameters_of(dtype)
+    optimizer = PACE(parameters, fused=True, **settings)
+    unit, least = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+    for t, gradients in enumerate(gradients_of(6)):
+        references = of_the_same_state(optimizer, parameters, t, settings)
+        before = [{key: optimizer.state[p][key].double() for key in powers} for p in parameters]
+        advance(optimizer, parameters, [gradients])
+        step_model(references, [g.to(dtype).double().cpu().numpy() for g in gradients])
+        for p, r, old in zip(parameters, references, before, strict=True):
+            state = optimizer.state[p]
+            for ours, theirs in ((p, r.live), (state["exp_avg"], r.m), (state["exp_avg_sq"], r.v)):
+                apart = np.abs(ours.detach().cpu().double().numpy() - theirs)
+                assert (apart <= unit * np.maximum(np.abs(theirs), least)).all()
+            for key, power in powers.items():  # of the weights as they are stored
+                rate = (2 + t) ** -power
+                expected = (1 - rate) * old[key] + rate * p.detach().double()
+                assert torch.allclose(state[key].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_strength_0_is_torchs_fused_adamw_to_an_ulp_a_step():
+    shapes = [(200,)]
+    ours, theirs = (parameters_of(shapes=shapes) for _ in range(2))
+    own = PACE(ours, lr=1e-3, fused=True, pullback_strength=0.0)
+    other = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
+    for gradients in gradients_of(10, shapes):
+        with torch.no_grad():
+            ours[0].copy_(theirs[0])
+            for key in ("exp_avg", "exp_avg_sq") if other.state[theirs[0]] else ():
+                own.state[ours[0]][key].copy_(other.state[theirs[0]][key])
+        advance(own, ours, [gradients])
+        advance(other, theirs, [gradients])
+        a, b = ours[0].detach().cpu().numpy(), theirs[0].detach().cpu().numpy()
+        assert (np.abs(a - b) <= 1.01 * np.spacing(np.maximum(np.abs(a), np.float32(1e-3)))).all()
+
+
+@pytest.mark.parametrize("mixed", ["dtypes", "ages", "groups"])
+def test_what_is_not_alike_is_as_if_alone(mixed):
+    """Precisions, step counts and settings may differ within one model."""
+
+    def made():
+        parameters = parameters_of(shapes=[(40,), (70,), (9,)])
+        if mixed == "dtypes":
+            parameters[1] = parameters[1].detach().bfloat16().requires_grad_()
+        return parameters
+
+    steps = gradients_of(4, [(40,), (70,), (9,)])
+    if mixed == "ages":
+        steps[0][1] = None
+    own = [{"weight_decay": 0.1}, {"ema_power": 0.9}, {}] if mixed == "groups" else [{}] * 3
+    settings = {"lr": 1e-2, "gain": "paper", "pullback_strength": 30.0, "fused": True}
+    together = made()
+    advance(
+        PACE([{"params": [p], **o} for p, o in zip(together, own, strict=True)], **settings)
+        if mixed == "groups"
+        else PACE(together, **settings),
+        together,
+        steps,
+    )
+    for i, alone in enumerate(made()):
+        advance(PACE([{"params": [alone], **own[i]}], **settings), [alone], [[step[i]] for step in steps])
+        assert torch.equal(alone, together[i])
+
+
+def test_nothing_outside_a_tensor_is_touched():
+    """Views at odd places of a poisoned room: neighbours keep their poison, and a view is written whole."""
+    room = torch.full((5, 200), torch.nan, device=DEVICE)
+    parameters = [room[i, 3 + i : 3 + i + 70 + i].requires_grad_() for i in range(5)]
+    with torch.no_grad():
+        for p in parameters:
+            p.fill_(1.0)
+    optimizer = PACE(parameters, lr=1e-2, fused=True)
+    advance(optimizer, parameters, [[torch.ones_like(p) for p in parameters]] * 3)
+    inside = torch.zeros_like(room, dtype=torch.bool)
+    for i in range(5):
+        inside[i, 3 + i : 3 + i + 70 + i] = True
+    assert torch.equal(room.isfinite(), inside) and (room[inside] < 1).all()
+
+
+def test_other_orders_of_memory():
+    shapes = [(3, 4, 2, 5)]
+    plain, steps = parameters_of(shapes=shapes), gradients_of(3, shapes)
+    advance(PACE(plain, lr=1e-2, fused=True), plain, steps)
+    last = parameters_of(shapes=shapes)[0].detach().to(memory_format=torch.channels_last).requires_grad_()
+    optimizer = PACE([last], lr=1e-2, fused=True)
+    for (gradient,) in steps:
+        last.grad = gradient.float().to(memory_format=torch.channels_last)
+        optimizer.step()
+    assert torch.equal(last, plain[0])
+
+
+def test_gradients_that_move_are_found():
+    """The addresses of a step are looked up, and must be of this step."""
+    parameters, steps = parameters_of(), gradients_of(6)
+    kept = []
+    optimizer = PACE(parameters, lr=1e-2, fused=True)
+    for step in steps:
+        set_gradients(parameters, [g.clone() for g in step])
+        kept.append([p.grad for p in parameters])  # so that their memory is not given out again
+        optimizer.step()
+    assert_same_bits(everything(optimizer), everything(trained(6)))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_gradient_spoils_its_own_coordinate_and_no_other(bad):
+    parameters, steps = parameters_of(shapes=[(80,)]), gradients_of(3, [(80,)])
+    steps[1][0][7] = bad
+    advance(PACE(parameters, lr=1e-2, gain="paper", fused=True), parameters, steps)
+    assert (~parameters[0].isfinite()).nonzero().tolist() == [[7]]
+
+
+def test_what_averages_held_before_the_first_step_makes_no_difference():
+    parameters = parameters_of()
+    optimizer = PACE(parameters, lr=1e-2, fused=True)
+    for p in parameters:
+        optimizer.state[p]["average"].fill_(torch.nan)
+        optimizer.state[p]["returned"].fill_(torch.inf)
+    advance(optimizer, parameters, gradients_of(2))
+    assert all(value.isfinite().all() for value in everything(optimizer).values())
+
+
+def test_states_go_from_any_path_to_any_other():
+    parameters, steps = parameters_of(), gradients_of(8)
+    optimizer = PACE(parameters, lr=1e-2, fused=True)
+    advance(optimizer, parameters, steps[:4])
+    again, back = ([p.detach().clone().requires_grad_() for p in parameters] for _ in range(2))
+    other, same = PACE(again, lr=1e-2, foreach=True), PACE(back, lr=1e-2, fused=True)
+    other.load_state_dict(optimizer.state_dict())
+    same.load_state_dict(other.state_dict())
+    for one, own in ((optimizer, parameters), (other, again), (same, back)):
+        advance(one, own, steps[4:])
+    assert_same_bits(everything(optimizer), everything(same))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(parameters, again, strict=True))
+
+
+def test_the_average_is_shown_and_hidden_as_on_any_path():
+    optimizer = trained(3)
+    parameters = optimizer.param_groups[0]["params"]
+    live = [p.detach().clone() for p in parameters]
+    with averaged_weights(optimizer):
+        assert not torch.equal(parameters[0], live[0])
+    assert all(torch.equal(p, before) for p, before in zip(parameters, live, strict=True))
+
+
+def test_parameters_that_cannot_take_it_are_named():
+    parameters = parameters_of(torch.float64)
+    optimizer = PACE(parameters, fused=True)
+    set_gradients(parameters, gradients_of(1)[0])
+    with pytest.raises(
+        RuntimeError, match=r"parameter 0 of group 0 is torch.float64; fused=True on a GPU is"
+    ):
+        optimizer.step()
+
+
+COMPILE = """
+import re
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paceline.optim import fused, kernel
+
+names = kernel.step.arg_names
+for of, wide in ((tl.float32, 6 * 2), (tl.bfloat16, 4 + 2 * 2)):
+    settings = {"OF": of, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2, "MAXIMIZE": False}
+    settings |= {"ALIGNED": True, "BLOCK": fused.BLOCK}
+    types = dict.fromkeys(names, "fp32") | {"table": "*i64", "chunks": "*i64", "scale": "*fp32"}
+    types |= dict.fromkeys(settings, "constexpr")
+    source = ASTSource(kernel.step, types, {(names.index(k),): v for k, v in settings.items()})
+    options = {"num_warps": fused.WARPS, "enable_fp_fusion": False}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert len(re.findall(r"ld\\.global\\.v4\\.b32", code)) == wide, code
+    assert "fma" not in code and "sqrt.rn.f32" in code and "div.rn.f32" in code
+"""
+
+
+def test_it_compiles_to_loads_of_16_bytes(tmp_path):
+    """For an H100 and its kin, without one: all but the last chunk of a tensor, in both precisions."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    (tmp_path / "compile_it.py").write_text(COMPILE)
+    command = [sys.executable, str(tmp_path / "compile_it.py")]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_more_elements_than_an_int32_counts():
+    parameter = torch.zeros(2**31 + 1000, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    optimizer = PACE([parameter], lr=1e-2, fused=True, pullback_strength=0.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(parameter.unique(), parameter[:1]) and parameter[0] < 0
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_nothing_waits_for_the_device_and_nothing_is_allocated():
+    shapes = [(1000, 1000)] * 3
+    parameters = parameters_of(shapes=shapes)
+    optimizer = PACE(parameters, lr=1e-2, fused=True)
+    set_gradients(parameters, gradients_of(1, shapes)[0])
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 100_000
