@@ -1,5 +1,6 @@
 """fused=True on a CPU: one pass over memory, in C, against the reference and against the other paths."""
 
+import copy
 import ctypes
 import os
 import shutil
@@ -91,7 +92,7 @@ def test_the_number_of_threads_makes_no_difference(threads, monkeypatch):
         threads(count)
         parameters = make_parameters(dtype=torch.float32, shapes=SHAPES)
         steps = make_gradients(10, shapes=SHAPES)
-        results.append(everything(run(parameters, steps, fused=True, return_power=0.8)))
+        results.append(everything(run(parameters, steps, gain="scaled", fused=True)))
     for other in results[1:]:
         assert_same_bits(results[0], other)
 
@@ -153,6 +154,40 @@ def test_states_go_from_any_path_to_any_other():
         advance(optimizer, own, steps[6:])
     assert_same_bits(everything(fused), everything(same))
     assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(parameters, again, strict=True))
+
+
+CHANGES = {
+    "nothing": lambda optimizer, parameters: None,
+    "in place": lambda optimizer, parameters: optimizer.state[parameters[0]]["exp_avg_sq"].mul_(9.0),
+    "replaced": lambda optimizer, parameters: optimizer.state[parameters[0]].update(
+        exp_avg_sq=optimizer.state[parameters[0]]["exp_avg_sq"] * 9.0
+    ),
+    "loaded": lambda optimizer, parameters: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "not pulled": lambda optimizer, parameters: optimizer.param_groups[0].update(pullback_strength=0.0),
+    "another gain": lambda optimizer, parameters: optimizer.param_groups[0].update(gain="paper"),
+    "another path": lambda optimizer, parameters: optimizer.param_groups[0].update(fused=None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_sums_of_second_moments_are_of_the_moments_as_they_are(change):
+    """A step leaves them for the next. Who changes a moment in between changes its sum, by whatever way."""
+    runs = []
+    for forgetful in (False, True):
+        parameters = make_parameters(dtype=torch.float32, shapes=[(40, 40), (2000,), (5,)])
+        steps = make_gradients(6, shapes=[(40, 40), (2000,), (5,)])
+        optimizer = PACE(parameters, lr=1e-2, fused=True)
+        for t, gradients in enumerate(steps):
+            if t == 3:
+                CHANGES[change](optimizer, parameters)
+            if t == 4:  # back again
+                optimizer.param_groups[0].update(gain="scaled", pullback_strength=15.0, fused=True)
+            if forgetful:
+                native._sums.clear()
+            advance(optimizer, parameters, [gradients])
+        assert forgetful or len(native._sums) >= 3
+        runs.append(everything(optimizer))
+    assert_same_bits(*runs)
 
 
 def test_the_average_is_shown_and_hidden_as_on_any_path():

@@ -1,6 +1,8 @@
 """The second moment that another optimizer keeps, read from its state."""
 
+import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,33 +44,46 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> SecondM
     return None
 
 
-def model_scale(members: Sequence[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]]) -> Scalar:
-    """The root mean square of √v̂ over all of these: parameters, their states and groups. () and ≥ float32.
+def model_scale(
+    members: Sequence[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]],
+    known: Mapping[Tensor, float] = MappingProxyType({}),
+) -> Scalar:
+    """The root mean square of √v̂ over all of these: parameters, their states and groups. () and ≥ float32,
+    or a float if all their sums of v are `known`.
 
     Of parameters that have not stepped yet nothing is known, they count as 0. So does a tensor with a NaN or
     Inf: it spoils itself, and must not spoil the rest.
     """
     alike: dict[object, list[SecondMoment]] = {}
-    for _, state, group in members:
+    at_hand, have_stepped = 0.0, False
+    for parameter, state, group in members:
+        if parameter in known:
+            correction = float(_root_correction(state, group))
+            if correction != 0:
+                mean = known[parameter] / correction**2
+                at_hand, have_stepped = at_hand + (mean if math.isfinite(mean) else 0.0), True
+            continue
         moment = second_moment(state, group)
         if moment is None:
             continue
-        correction = moment.root_correction
-        if isinstance(correction, Tensor):
+        root = moment.root_correction
+        if isinstance(root, Tensor):
             alike.setdefault((layout_of(moment.value), None), []).append(moment)
-        elif correction != 0:
-            alike.setdefault((layout_of(moment.value), correction), []).append(moment)
+        elif root != 0:
+            alike.setdefault((layout_of(moment.value), root), []).append(moment)
     elements = sum(real(parameter).numel() for parameter, _, _ in members)
     total: Tensor | None = None
     for moments in alike.values():
         sums = sums_of([moment.value for moment in moments])
         roots = [moment.root_correction for moment in moments]
-        known = [root for root in roots if isinstance(root, Tensor)]
-        squares = torch.stack(known).to(sums).square() if known else roots[0] ** 2
+        tensors = [root for root in roots if isinstance(root, Tensor)]
+        squares = torch.stack(tensors).to(sums).square() if tensors else roots[0] ** 2
         part = torch.nan_to_num(sums / squares, nan=0.0, posinf=0.0).sum()
         total = part if total is None else total + part.to(total)
     if total is None:
-        return 0.0
+        least = torch.finfo(torch.float32).tiny
+        return math.sqrt(max(at_hand / max(elements, 1), least)) if have_stepped else 0.0
+    total = total + at_hand
     # At least the smallest number, whose root has a derivative.
     return (total / max(elements, 1)).clamp(min=torch.finfo(total.dtype).tiny).sqrt()
 

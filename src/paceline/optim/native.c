@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #define LINE 16
+#define BLOCK 1024 /* elements whose second moments are added up together */
 
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define EVERY_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -43,7 +44,7 @@ enum { NO_PULL, OVER_DENOMINATOR, UNIFORM };
 
 static inline __attribute__((always_inline)) void
 advance(const int count, float *restrict live, const float *restrict grad, float *restrict exp_avg,
-        float *restrict exp_avg_sq, float *restrict average, float *restrict returned,
+        float *restrict exp_avg_sq, float *restrict average, float *restrict returned, float *restrict lanes,
         const Scalars *restrict s, const int pull, const int lookahead, const int averages, const int maximize)
 {
     float p[LINE], g[LINE], m[LINE], v[LINE], a[LINE], r[LINE], inverse[LINE], new[LINE];
@@ -79,42 +80,108 @@ advance(const int count, float *restrict live, const float *restrict grad, float
     for (int i = 0; i < count; i++) live[i] = new[i];
     for (int i = 0; i < count; i++) exp_avg[i] = m[i];
     for (int i = 0; i < count; i++) exp_avg_sq[i] = v[i];
+    if (pull == OVER_DENOMINATOR)
+        for (int i = 0; i < count; i++) lanes[i] += v[i];
     if (averages > 0)
         for (int i = 0; i < count; i++) average[i] = a[i];
     if (averages > 1)
         for (int i = 0; i < count; i++) returned[i] = r[i];
 }
 
-/* Elements first to last of one tensor. */
+/* Of the second moments of a block, by place in a line: in float, over few enough lines to be exact to 1e-6. */
 static inline __attribute__((always_inline)) void
-walk(const Tensor *t, int64_t first, int64_t last, const Scalars *s, const int pull, const int lookahead,
-     const int averages, const int maximize)
+gather(const int count, float *restrict lanes, const float *restrict exp_avg_sq)
 {
-    int64_t i = first;
-#define ARRAYS t->live + i, t->grad + i, t->exp_avg + i, t->exp_avg_sq + i, t->average + i, t->returned + i
-    for (; i + LINE <= last; i += LINE) advance(LINE, ARRAYS, s, pull, lookahead, averages, maximize);
-    for (; i < last; i++) advance(1, ARRAYS, s, pull, lookahead, averages, maximize);
+    for (int i = 0; i < count; i++) lanes[i] += exp_avg_sq[i];
 }
 
-/* One step of the elements begin to end, counted through all tensors; averages: how many of them move. */
+static inline __attribute__((always_inline)) double total(const float *lanes)
+{
+    double sum = 0;
+    for (int i = 0; i < LINE; i++) sum += lanes[i];
+    return sum;
+}
+
+/* The blocks of one tensor that begin between the elements begin and end, counted through all tensors. A block
+ * is done by one thread from end to end, so that its sum is the same for every way of sharing the work out. */
+typedef struct {
+    int64_t first, last;
+} Range;
+
+static inline int64_t blocks_of(int64_t elements) { return (elements + BLOCK - 1) / BLOCK; }
+
+static inline Range blocks_between(int64_t begin, int64_t end, int64_t offset, int64_t elements)
+{
+    Range range = {begin > offset ? blocks_of(begin - offset) : 0, end > offset ? blocks_of(end - offset) : 0};
+    if (range.last > blocks_of(elements)) range.last = blocks_of(elements);
+    return range;
+}
+
+static inline __attribute__((always_inline)) void
+walk(const Tensor *t, Range range, const Scalars *s, double *sums, const int pull, const int lookahead,
+     const int averages, const int maximize)
+{
+#define ARRAYS t->live + i, t->grad + i, t->exp_avg + i, t->exp_avg_sq + i, t->average + i, t->returned + i
+    for (int64_t block = range.first; block < range.last; block++) {
+        float lanes[LINE] = {0};
+        int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
+        for (; i + LINE <= last; i += LINE) advance(LINE, ARRAYS, lanes, s, pull, lookahead, averages, maximize);
+        for (; i < last; i++) advance(1, ARRAYS, lanes, s, pull, lookahead, averages, maximize);
+        if (pull == OVER_DENOMINATOR) sums[block] = total(lanes);
+    }
+}
+
+/* One step of the blocks that begin between the elements begin and end, counted through all tensors; averages:
+ * how many of them move. Sums of the new second moments, a block each, are left where the pull may need them. */
 EVERY_CPU void
-paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, const Scalars *scalars, int pull,
-              int lookahead, int averages, int maximize)
+paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums,
+              const Scalars *scalars, int pull, int lookahead, int averages, int maximize)
 {
     const Scalars s = *scalars;
     int64_t offset = 0;
-    for (int64_t k = 0; k < count && offset < end; offset += tensors[k].elements, k++) {
-        int64_t first = begin > offset ? begin - offset : 0;
-        int64_t last = end - offset < tensors[k].elements ? end - offset : tensors[k].elements;
-        if (first >= last) continue;
+    for (int64_t k = 0; k < count && offset < end; k++) {
+        Range range = blocks_between(begin, end, offset, tensors[k].elements);
 #define CASE(P, L, A, M) \
         if (pull == P && lookahead == L && averages == A && maximize == M) \
-            walk(&tensors[k], first, last, &s, P, L, A, M);
+            walk(&tensors[k], range, &s, sums, P, L, A, M);
 #define CASES(P, L, A) CASE(P, L, A, 0) CASE(P, L, A, 1)
         CASES(NO_PULL, 0, 0)
         CASES(NO_PULL, 0, 1) CASES(NO_PULL, 0, 2) CASES(NO_PULL, 1, 1) CASES(NO_PULL, 1, 2)
         CASES(UNIFORM, 0, 1) CASES(UNIFORM, 0, 2) CASES(UNIFORM, 1, 1) CASES(UNIFORM, 1, 2)
         CASES(OVER_DENOMINATOR, 0, 1) CASES(OVER_DENOMINATOR, 0, 2)
         CASES(OVER_DENOMINATOR, 1, 1) CASES(OVER_DENOMINATOR, 1, 2)
+        offset += tensors[k].elements;
+        sums += blocks_of(tensors[k].elements);
+    }
+}
+
+/* The same sums of the second moments as they are. */
+EVERY_CPU void
+paceline_sums(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums)
+{
+    int64_t offset = 0;
+    for (int64_t k = 0; k < count && offset < end; k++) {
+        const Tensor *t = &tensors[k];
+        Range range = blocks_between(begin, end, offset, t->elements);
+        for (int64_t block = range.first; block < range.last; block++) {
+            float lanes[LINE] = {0};
+            int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
+            for (; i + LINE <= last; i += LINE) gather(LINE, lanes, t->exp_avg_sq + i);
+            for (; i < last; i++) gather(1, lanes, t->exp_avg_sq + i);
+            sums[block] = total(lanes);
+        }
+        offset += t->elements;
+        sums += blocks_of(t->elements);
+    }
+}
+
+/* From sums of blocks to those of tensors. */
+void paceline_totals(const Tensor *tensors, int64_t count, const double *sums, double *totals)
+{
+    for (int64_t k = 0; k < count; k++) {
+        int64_t blocks = blocks_of(tensors[k].elements);
+        totals[k] = 0;
+        for (int64_t block = 0; block < blocks; block++) totals[k] += sums[block];
+        sums += blocks;
     }
 }

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
+from torch import Tensor
 
 from paceline.cache import cache_folder
 from paceline.optim.onepass import (
@@ -43,6 +45,8 @@ FLAGS = (
 FEWEST = 2**16
 """Elements of a thread; below, handing the work over costs more than it saves."""
 
+BLOCK = 1024
+"""As in native.c."""
 _PULLS = {"uniform": 2, "paper": 1, "scaled": 1}
 
 
@@ -56,12 +60,14 @@ class _Scalars(ctypes.Structure):
 
 
 @cache
-def _function() -> Any:
-    step = ctypes.CDLL(str(_built())).paceline_step
-    step.restype = None
-    number = ctypes.c_int64
-    step.argtypes = [ctypes.c_void_p, number, number, number, ctypes.c_void_p, *[ctypes.c_int] * 4]
-    return step
+def _library() -> Any:
+    library, number, pointer = ctypes.CDLL(str(_built())), ctypes.c_int64, ctypes.c_void_p
+    library.paceline_sums.argtypes = [pointer, number, number, number, pointer]
+    library.paceline_step.argtypes = [*library.paceline_sums.argtypes, pointer, *[ctypes.c_int] * 4]
+    library.paceline_totals.argtypes = [pointer, number, pointer, pointer]
+    for function in (library.paceline_step, library.paceline_sums, library.paceline_totals):
+        function.restype = None
+    return library
 
 
 def _built() -> Path:
@@ -119,25 +125,91 @@ def native_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> 
 def _step_alike_(slots: list[Slot], at: At, recipe: Recipe) -> None:
     """Slots of one step count."""
     seed_averages_(slots, at)
-    rows = array("q", [number for slot in slots for number in _row(slot)])  # Tensor of native.c, one a slot
+    arrays = _Arrays(slots)
     scalars = _Scalars(*numbers_of(at, recipe, float(at.scale)))
     averages = averages_that_move(slots, at)
     pull = _PULLS[recipe.gain] if at.pulling else 0
     lookahead = int(recipe.gap == "lookahead" and averages > 0)
-    step, (address, _), count = _function(), rows.buffer_info(), sum(rows[6::7])
+    how = (ctypes.byref(scalars), pull, lookahead, averages, recipe.maximize)
+    arrays.call(_library().paceline_step, *how)
+    if recipe.gain == "scaled" and pull:
+        for slot, total in zip(slots, arrays.totals(), strict=True):
+            _remember(slot.exp_avg_sq, total)
+    elif _sums:  # they changed, which torch does not know
+        for slot in slots:
+            _sums.pop(id(slot.exp_avg_sq), None)
 
-    def part(begin: int, end: int) -> None:
-        step(
-            address, len(slots), begin, end, ctypes.byref(scalars), pull, lookahead, averages, recipe.maximize
-        )
 
-    threads = min(torch.get_num_threads(), count // FEWEST)
-    if threads <= 1:
-        part(0, count)
-        return
-    share = -(-count // threads)
-    # ctypes lets go of the interpreter's lock, so that threads of Python are enough.
-    list(_pool(threads).map(lambda i: part(i * share, min((i + 1) * share, count)), range(threads)))
+class _Arrays:
+    """Tensors of native.c, one a slot, and the sums of their blocks."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._tensors = array("q", [number for slot in slots for number in _row(slot)])
+        elements = self._tensors[6::7]
+        self._count, self._elements = len(slots), sum(elements)
+        self._sums = array("d", bytes(8 * sum(-(-n // BLOCK) for n in elements)))
+
+    def call(self, function: Any, *more: object) -> None:
+        """A function of native.c on all elements, shared out over threads."""
+        (tensors, _), (sums, _) = self._tensors.buffer_info(), self._sums.buffer_info()
+
+        def part(begin: int, end: int) -> None:
+            function(tensors, self._count, begin, end, sums, *more)
+
+        threads = min(torch.get_num_threads(), self._elements // FEWEST)
+        if threads <= 1:
+            part(0, self._elements)
+            return
+        share = -(-self._elements // threads)
+        ends = [(i * share, min((i + 1) * share, self._elements)) for i in range(threads)]
+        # ctypes lets go of the interpreter's lock, so that threads of Python are enough.
+        list(_pool(threads).map(lambda both: part(*both), ends))
+
+    def totals(self) -> list[float]:
+        """The sum of the second moments of each, after a call that left those of blocks."""
+        found = array("d", bytes(8 * self._count))
+        (tensors, _), (sums, _) = self._tensors.buffer_info(), self._sums.buffer_info()
+        _library().paceline_totals(tensors, self._count, sums, found.buffer_info()[0])
+        return found.tolist()
+
+
+class _Sum(NamedTuple):
+    """What a second moment came to, and how to see that it is the same and nobody changed it since."""
+
+    total: float
+    version: int
+    address: int
+    whose: ReferenceType[Tensor]
+
+
+_sums: dict[int, _Sum] = {}
+"""By the identity of the second moment, and gone with it."""
+
+
+def _remember(moment: Tensor, total: float) -> None:
+    key = id(moment)
+    before = _sums.get(key)
+    whose = before.whose if before else ref(moment, lambda _: _sums.pop(key, None))
+    _sums[key] = _Sum(total, moment._version, moment.data_ptr(), whose)
+
+
+def _remembered(moment: Tensor) -> float | None:
+    sum_ = _sums.get(id(moment))
+    if sum_ is None or (sum_.version, sum_.address) != (moment._version, moment.data_ptr()):
+        return None
+    return sum_.total
+
+
+def sums_of(slots: Sequence[Slot]) -> list[float]:
+    """The sum of each second moment: as the last step found it, or added up anew, to the same bits."""
+    totals = [_remembered(slot.exp_avg_sq) for slot in slots]
+    changed = [slot for slot, total in zip(slots, totals, strict=True) if total is None]
+    if changed:
+        arrays = _Arrays(changed)
+        arrays.call(_library().paceline_sums)
+        anew = iter(arrays.totals())
+        return [next(anew) if total is None else total for total in totals]
+    return [total for total in totals if total is not None]
 
 
 @cache

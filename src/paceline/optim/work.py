@@ -192,10 +192,11 @@ class OnePass(NamedTuple):
 
     refusal: Callable[[Slot], str | None]
     step_: Path
+    sums_of: Callable[[list[Slot]], list[float]] | None = None  # of second moments, where they cost no pass
 
 
 ONE_PASS = {
-    "cpu": OnePass(native.refusal, native.native_step_),
+    "cpu": OnePass(native.refusal, native.native_step_, native.sums_of),
     "cuda": OnePass(fused.refusal, fused.fused_step_),
 }
 
@@ -224,6 +225,19 @@ def scale_before(states: States, works: list[Work]) -> Scalar:
     """The root mean square of √v̂ over all that this step will move, if a group asks for it."""
     if not any(work.group["gain"] == "scaled" and work.group["pullback_strength"] != 0 for work in works):
         return 1.0
-    return model_scale(
-        [(parameter, states[parameter], work.group) for work in works for parameter in work.parameters]
-    )
+    known: dict[Tensor, float] = {}
+    for work in works:
+        if work.path is _one_pass_step_:
+            known |= _known_sums(work)
+    members = [(parameter, states[parameter], work.group) for work in works for parameter in work.parameters]
+    return model_scale(members, known)
+
+
+def _known_sums(work: Work) -> dict[Tensor, float]:
+    """Parameter → the sum of its second moment."""
+    found: dict[Tensor, float] = {}
+    for kind, way in ONE_PASS.items():
+        pairs = [(p, s) for p, s in zip(work.parameters, work.slots, strict=True) if p.device.type == kind]
+        if way.sums_of is not None and pairs:
+            found |= dict(zip([p for p, _ in pairs], way.sums_of([slot for _, slot in pairs]), strict=True))
+    return found
