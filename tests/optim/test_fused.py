@@ -244,7 +244,7 @@ from paceline.optim import fused, kernel
 
 names = kernel.step.arg_names
 for of, wide in ((tl.float32, 6 * 2), (tl.bfloat16, 4 + 2 * 2)):
-    settings = {"OF": of, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2, "MAXIMIZE": False}
+    settings = {"OF": of, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2}
     settings |= {"ALIGNED": True, "BLOCK": fused.BLOCK}
     types = dict.fromkeys(names, "fp32") | {"table": "*i64", "chunks": "*i64", "scale": "*fp32"}
     types |= dict.fromkeys(settings, "constexpr")

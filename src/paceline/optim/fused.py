@@ -77,8 +77,8 @@ def _launch(slots: list[Slot], at: At, recipe: Recipe, scale: Scalar) -> None:
     with torch.cuda.device(live.device if live.is_cuda else -1):
         kernel.step[(len(chunks),)](
             table, chunks, factor.to(live.device, torch.float32), *numbers_of(at, recipe, 1.0),
-            OF=kinds[live.dtype], PULL=pull, LOOKAHEAD=recipe.gap == "lookahead" and averages > 0,
-            AVERAGES=averages, MAXIMIZE=recipe.maximize, ALIGNED=_is_aligned(slots[0]), BLOCK=BLOCK,
+            OF=kinds[live.dtype], PULL=pull, LOOKAHEAD=recipe.gap == "lookahead" and pull != "none",
+            AVERAGES=averages, ALIGNED=_is_aligned(slots[0]), BLOCK=BLOCK,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 

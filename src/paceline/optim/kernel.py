@@ -43,15 +43,15 @@ def _moved(average, live, keep, move):
 
 @triton.jit
 def _advance(
-    row, first, count, scale, decay, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
-    keep, move, keep_returned, move_returned,
+    row, first, count, scale, sign, decay, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
+    rate, limit, keep, move, keep_returned, move_returned,
     OF: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr, AVERAGES: tl.constexpr,
-    MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     live_at, m_at, v_at = tl.load(row), tl.load(row + 2), tl.load(row + 3)
     before = _load(live_at, first, offsets, count, OF, ALIGNED, MASKED)
-    grad = _load(tl.load(row + 1), first, offsets, count, OF, ALIGNED, MASKED)
+    grad = sign * _load(tl.load(row + 1), first, offsets, count, OF, ALIGNED, MASKED)
     m = _load(m_at, first, offsets, count, OF, ALIGNED, MASKED)
     v = _load(v_at, first, offsets, count, OF, ALIGNED, MASKED)
     if AVERAGES > 0:
@@ -60,8 +60,6 @@ def _advance(
     if AVERAGES > 1:
         returned_at = tl.load(row + 5)
         returned = _load(returned_at, first, offsets, count, tl.float32, ALIGNED, MASKED)
-    if MAXIMIZE:
-        grad = -grad
 
     m += (grad - m) * new_m
     v = v * old_v + grad * grad * new_v
@@ -97,13 +95,12 @@ def step(
     table,  # (tensors, COLUMNS) int64
     chunks,  # (programs, 2) int64: a tensor, and the first of the elements of it that are a program's
     scale,  # () float32, for gain="scaled"; otherwise 1
-    decay, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
+    sign, decay, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
     keep, move, keep_returned, move_returned,
     OF: tl.constexpr,  # dtype of live, gradient and moments
     PULL: tl.constexpr,  # "none", "uniform", or "over": a number over √v̂ + ε
     LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr,  # how many of them move
-    MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,  # all addresses are multiples of 16 bytes
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -112,13 +109,13 @@ def step(
     count = tl.load(row + 6)
     if first + BLOCK <= count:
         _advance(
-            row, first, count, scale, decay, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
-            rate, limit, keep, move, keep_returned, move_returned,
-            OF, PULL, LOOKAHEAD, AVERAGES, MAXIMIZE, ALIGNED, False, BLOCK,
+            row, first, count, scale, sign, decay, new_m, old_v, new_v, root_factor, eps, step_size,
+            numerator, rate, limit, keep, move, keep_returned, move_returned,
+            OF, PULL, LOOKAHEAD, AVERAGES, ALIGNED, False, BLOCK,
         )  # fmt: skip
     else:
         _advance(
-            row, first, count, scale, decay, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
-            rate, limit, keep, move, keep_returned, move_returned,
-            OF, PULL, LOOKAHEAD, AVERAGES, MAXIMIZE, ALIGNED, True, BLOCK,
+            row, first, count, scale, sign, decay, new_m, old_v, new_v, root_factor, eps, step_size,
+            numerator, rate, limit, keep, move, keep_returned, move_returned,
+            OF, PULL, LOOKAHEAD, AVERAGES, ALIGNED, True, BLOCK,
         )  # fmt: skip

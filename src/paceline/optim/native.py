@@ -1,6 +1,6 @@
 """The update on a CPU in one pass over memory: native.c, built when it is first asked for.
 
-It is plain C and takes a second to build, with whatever C compiler there is; the result is kept under
+It is plain C and takes a few seconds to build, with whatever C compiler there is; the result is kept under
 `PACELINE_CACHE` (~/.cache/paceline) by a key of its source, and is the same to the bit for any number of
 threads. Equal to `pace_step_` to a few units in the last place, on weights and state.
 """
@@ -63,7 +63,7 @@ class _Scalars(ctypes.Structure):
 def _library() -> Any:
     library, number, pointer = ctypes.CDLL(str(_built())), ctypes.c_int64, ctypes.c_void_p
     library.paceline_sums.argtypes = [pointer, number, number, number, pointer]
-    library.paceline_step.argtypes = [*library.paceline_sums.argtypes, pointer, *[ctypes.c_int] * 4]
+    library.paceline_step.argtypes = [*library.paceline_sums.argtypes, pointer, *[ctypes.c_int] * 3]
     library.paceline_totals.argtypes = [pointer, number, pointer, pointer]
     for function in (library.paceline_step, library.paceline_sums, library.paceline_totals):
         function.restype = None
@@ -129,8 +129,8 @@ def _step_alike_(slots: list[Slot], at: At, recipe: Recipe) -> None:
     scalars = _Scalars(*numbers_of(at, recipe, float(at.scale)))
     averages = averages_that_move(slots, at)
     pull = _PULLS[recipe.gain] if at.pulling else 0
-    lookahead = int(recipe.gap == "lookahead" and averages > 0)
-    how = (ctypes.byref(scalars), pull, lookahead, averages, recipe.maximize)
+    lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
+    how = (ctypes.byref(scalars), pull, lookahead, averages)
     arrays.call(_library().paceline_step, *how)
     if recipe.gain == "scaled" and pull:
         for slot, total in zip(slots, arrays.totals(), strict=True):

@@ -11,6 +11,7 @@ from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, gain_limit, seed_a
 class Numbers(NamedTuple):
     """Of one step, for float32; in this order they are arguments of native.c and kernel.py."""
 
+    sign: float  # of the gradient: −1 to maximize
     decay: float  # 1 − η · weight decay
     new_m: float  # 1 − β₁, which in float32 would be off by 1e-5 if β₁ were rounded first
     old_v: float  # β₂
@@ -37,6 +38,7 @@ def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
     keep_returned, move_returned = shares(at.return_rate, torch.float32)
     beta1, beta2 = recipe.betas
     return Numbers(
+        sign=-1.0 if recipe.maximize else 1.0,
         decay=float(at.decay),
         new_m=1 - beta1,
         old_v=beta2,

@@ -63,7 +63,7 @@ class PACE(Averaging):
         skip_nonfinite: skip the whole step if any gradient has a NaN or Inf (one host read a step).
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
         fused: True makes the update in one pass over memory. On a CPU, for float32, by a function in C that
-            is built once, in a second, with the compiler at hand; on a GPU, for float32, bfloat16 and
+            is built once, in seconds, with the compiler at hand; on a GPU, for float32, bfloat16 and
             float16, by one launch of a Triton kernel for all tensors of a precision. It is not kept in
             saved states.
 
