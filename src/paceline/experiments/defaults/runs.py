@@ -129,8 +129,7 @@ def decayed(runs: Named) -> Named:
 
 def plain(scale: Scale, recipe: str = "paper", powers: tuple[int, ...] = ALL, **more: Any) -> Named:
     """AdamW at a constant rate with every average beside it."""
-    spec = "candidate:gain=uniform,strength=0"
-    return grid(scale, "adamw", spec, powers, recipe=recipe, averages=scale.passive, **more)
+    return grid(scale, "adamw", "adamw", powers, recipe=recipe, averages=scale.passive, **more)
 
 
 def paper(scale: Scale, strengths: tuple[float, ...], powers: tuple[int, ...] = RIGHT, **more: Any) -> Named:
@@ -144,11 +143,10 @@ def paper(scale: Scale, strengths: tuple[float, ...], powers: tuple[int, ...] = 
 def rivals(scale: Scale, **more: Any) -> Named:
     """What a user would take instead."""
     no_recipe: dict[str, Any] = {"recipe": None, "averages": ()}
-    cosine = "candidate:gain=uniform,strength=0"
     free = "schedule_free:betas=({},{}),weight_decay=0.05"
     plus = "schedule_free_plus:sf_beta1_anneal_steps={steps},c_warmup={warmup},weight_decay=20"
     plus = plus.format(**scale.settings)
-    runs = grid(scale, "cosine", cosine, schedule="cosine", **more)
+    runs = grid(scale, "cosine", "adamw", schedule="cosine", **more)
     runs |= grid(scale, "schedule_free", free.format(0.9, 0.999), ALL, **no_recipe, **more)
     runs |= grid(scale, "schedule_free.98", free.format(0.98, 0.95), (1, 2, 3), **no_recipe, **more)
     # Its learning rate is a factor of the one it finds: 1 by default.
@@ -230,7 +228,7 @@ def _candidate(spec: Spec) -> Spec:
 def warmups(scale: Scale, **more: Any) -> Named:
     """AdamW and PACE with a warm-up of a fortieth of the run, instead of a tenth."""
     short = {"warmup": scale.settings["steps"] // 40}
-    runs = grid(scale, "adamw,short-warmup", "candidate:gain=uniform,strength=0", **short, **more)
+    runs = grid(scale, "adamw,short-warmup", "adamw", **short, **more)
     return runs | grid(
         scale, "paper:0.003,short-warmup", "candidate:gain=paper,strength=3e-3", **short, **more
     )
