@@ -1035,10 +1035,10 @@ PACE = [
         (f"{_FUSED}::test_what_is_not_alike_is_as_if_alone",),
     ),
     Mutant(
-        "fused-gradients-stay-where-they-were",
-        "fused.py",
-        "    arrays = (slot.live, slot.grad,",
-        "    arrays = (slot.live, slot.exp_avg,",
+        "onepass-the-moment-for-the-gradient",
+        "onepass.py",
+        "    return live.data_ptr(), grad.data_ptr(), *moments",
+        "    return live.data_ptr(), exp_avg.data_ptr(), *moments",
         (f"{_FUSED}::test_against_the_reference",),
     ),
     Mutant(

@@ -12,6 +12,7 @@ from paceline.optim.onepass import (
     averages_that_move,
     lie_alike,
     numbers_of,
+    row_of,
     seed_averages_,
 )
 from paceline.optim.recipe import Recipe
@@ -65,7 +66,7 @@ def _launch(slots: list[Slot], at: At, recipe: Recipe, scale: Scalar) -> None:
     from paceline.optim import kernel
 
     live = slots[0].live
-    table = _table(live.device, tuple(number for slot in slots for number in _row(slot)))
+    table = _table(live.device, tuple(number for slot in slots for number in row_of(slot)))
     chunks = _chunks(live.device, tuple(slot.live.numel() for slot in slots), BLOCK)
     averages = averages_that_move(slots, at)
     pull = "none" if not at.pulling else "over" if recipe.gain in NUMERATORS else "uniform"
@@ -81,12 +82,6 @@ def _launch(slots: list[Slot], at: At, recipe: Recipe, scale: Scalar) -> None:
             AVERAGES=averages, ALIGNED=_is_aligned(slots[0]), BLOCK=BLOCK,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def _row(slot: Slot) -> tuple[int, ...]:
-    second = slot.average if slot.returned is None else slot.returned
-    arrays = (slot.live, slot.grad, slot.exp_avg, slot.exp_avg_sq, slot.average, second)
-    return *(array.data_ptr() for array in arrays), slot.live.numel()
 
 
 # Weights and state stay where they are, and gradients often come back to where they were, so that there is

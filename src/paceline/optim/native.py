@@ -30,6 +30,7 @@ from paceline.optim.onepass import (
     averages_that_move,
     lie_alike,
     numbers_of,
+    row_of,
     seed_averages_,
 )
 from paceline.optim.recipe import Recipe
@@ -144,7 +145,7 @@ class _Arrays:
     """Tensors of native.c, one a slot, and the sums of their blocks."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._tensors = array("q", [number for slot in slots for number in _row(slot)])
+        self._tensors = array("q", [number for slot in slots for number in row_of(slot)])
         elements = self._tensors[6::7]
         self._count, self._elements = len(slots), sum(elements)
         self._sums = array("d", bytes(8 * sum(-(-n // BLOCK) for n in elements)))
@@ -219,9 +220,3 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
-def _row(slot: Slot) -> tuple[int, ...]:
-    live, grad, exp_avg, exp_avg_sq, average, returned, _ = slot
-    moments, second = (exp_avg.data_ptr(), exp_avg_sq.data_ptr()), average if returned is None else returned
-    return live.data_ptr(), grad.data_ptr(), *moments, average.data_ptr(), second.data_ptr(), live.numel()

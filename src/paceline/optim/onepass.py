@@ -70,6 +70,14 @@ def averages_that_move(slots: list[Slot], at: At) -> int:
     return 0 if not at.averaging else 1 if slots[0].returned is None else 2
 
 
+def row_of(slot: Slot) -> tuple[int, ...]:
+    """A Tensor of native.c and a row of the table of kernel.py: six addresses, and how many elements."""
+    live, grad, exp_avg, exp_avg_sq, average, returned, _ = slot
+    second = average if returned is None else returned
+    moments = exp_avg.data_ptr(), exp_avg_sq.data_ptr()
+    return live.data_ptr(), grad.data_ptr(), *moments, average.data_ptr(), second.data_ptr(), live.numel()
+
+
 def lie_alike(slot: Slot) -> bool:
     """Whether all arrays of a slot lie in memory without gaps and in the same order."""
     arrays = [array for array in slot[:6] if array is not None]

@@ -138,7 +138,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the PNG file")
     given = parser.parse_args()
     results = read(given.records)
-    known = {result.method: set(result.losses) for result in results}
+    known: dict[str, set[str]] = {}
+    for result in results:
+        known.setdefault(result.method, set()).update(result.losses)
     for method, _, weights in (text.partition("/") for text in given.methods):
         if method not in known:
             parser.error(f"{method} is in no record; there are {', '.join(sorted(known))}")
