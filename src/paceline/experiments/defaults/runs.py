@@ -288,6 +288,29 @@ def schedules(scale: Scale, powers: tuple[int, ...] = (0, 1, 2), **more: Any) ->
     return _all(scale, tried, powers, schedule="cosine", **more)
 
 
+STORAGES = ("float32", "bfloat16", "int8")
+KAPPAS = (0.3, 0.5, 0.7)
+
+
+def storages(scale: Scale, **more: Any) -> Named:
+    """PACE with its averages kept in several precisions. They pull, so an error of theirs comes back.
+
+    Beside each stands the average that it returns, `power:κ` in the precision of the weights, of the same
+    live weights. What the loss of `average` is above that one's is what storing loses; how much `power:κ`
+    itself differs between storages is what the pull toward a rounded average does to training.
+    """
+    runs: Named = {}
+    for storage in STORAGES:
+        for power in KAPPAS:
+            # With one average, what pulls is what is returned.
+            spec = f"pace:gain=paper,pullback_strength=3e-3,ema_power={power},average_dtype={storage}"
+            name, twin = f"PACE:paper,{storage},kappa:{power}", (f"power:{power}",)
+            runs |= grid(scale, name, spec, (0,), averages=twin, **more)
+        spec, twin = f"pace:average_dtype={storage}", ("power:0.7",)
+        runs |= grid(scale, f"PACE:default,{storage}", spec, (0,), averages=twin, **more)
+    return runs
+
+
 Group = Callable[[Scale, int], Named]
 GROUPS: dict[str, Group] = {
     "baselines": lambda scale, seed: plain(scale, seed=seed),
@@ -306,6 +329,7 @@ GROUPS: dict[str, Group] = {
     "signed-usual": lambda scale, seed: signed(scale, seed=seed, recipe="usual"),
     "hypotheses": lambda scale, seed: hypotheses(scale, seed=seed),
     "warmups": lambda scale, seed: warmups(scale, seed=seed),
+    "storages": lambda scale, seed: storages(scale, seed=seed),
     "decay": lambda scale, seed: decayed(
         plain(scale, seed=seed)
         | plain(scale, "usual", (-2, *RIGHT), seed=seed)
