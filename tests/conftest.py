@@ -1,4 +1,12 @@
-"""In what order tests run."""
+"""In what order tests run, and Triton's interpreter where there is no GPU."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton asks for it when it is imported, by whichever test is the first to do so.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A process of its own each, or several: the last of them would be waited for by all other workers.
 LONGEST = (

@@ -1,5 +1,7 @@
 """Parameters, gradients, models and settings that many tests share."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -98,7 +100,7 @@ def assert_same_bits(a, b):
 
 def _bytes(tensor):
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return flat.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return flat.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def peak_bytes(action):
@@ -149,3 +151,37 @@ def trained(dtype=torch.float32, **settings):
     optimizer = PACE(model.parameters(), lr=3e-2, gain="paper", pullback_strength=0.1, **settings)
     train(model, optimizer)
     return model, optimizer
+
+
+CHANGES_OF_MOMENTS = {
+    "nothing": lambda optimizer, parameter: None,
+    "in place": lambda optimizer, parameter: optimizer.state[parameter]["exp_avg_sq"].mul_(9.0),
+    "replaced": lambda optimizer, parameter: optimizer.state[parameter].update(
+        exp_avg_sq=optimizer.state[parameter]["exp_avg_sq"] * 9.0
+    ),
+    "loaded": lambda optimizer, parameter: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "not pulled": lambda optimizer, parameter: optimizer.param_groups[0].update(pullback_strength=0.0),
+    "another gain": lambda optimizer, parameter: optimizer.param_groups[0].update(gain="paper"),
+    "another path": lambda optimizer, parameter: optimizer.param_groups[0].update(fused=None),
+}
+
+
+def with_and_without_memory(change, device="cpu"):
+    """Everything after six steps of PACE(fused=True), with a change before the fourth that is taken back
+    before the fifth, where possible: of an optimizer, and of one that is made to forget before every step."""
+    shapes, runs = [(40, 40), (2000,), (5,)], []
+    for forgetful in (False, True):
+        parameters = [
+            p.detach().to(device).requires_grad_() for p in make_parameters(0, torch.float32, shapes)
+        ]
+        optimizer = PACE(parameters, lr=1e-2, fused=True)
+        for t, gradients in enumerate(make_gradients(6, shapes=shapes)):
+            if t == 3:
+                CHANGES_OF_MOMENTS[change](optimizer, parameters[0])
+            if t == 4:
+                optimizer.param_groups[0].update(gain="scaled", pullback_strength=15.0, fused=True)
+            if forgetful:
+                optimizer._fits.clear()
+            advance(optimizer, parameters, [[gradient.to(device) for gradient in gradients]])
+        runs.append(everything(optimizer))
+    return runs

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from battery import ROWS, Problem, averaging_rows, rows
-from problems import PATHS, VARIANTS, advance, assert_same_bits, everything, make_gradients, make_parameters
+from problems import (
+    PATHS,
+    VARIANTS,
+    advance,
+    assert_same_bits,
+    everything,
+    make_gradients,
+    make_parameters,
+    set_gradients,
+)
 from reference import Reference, step_model
 from torch import optim
 
@@ -81,13 +90,20 @@ def test_foreach_is_the_loop_to_rounding(name):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("name", ["strong", "relative", "scaled", "lookahead", "every_3", "return_power"])
-def test_a_captured_graph_replays_the_eager_steps(name, foreach):
+CAPTURED = [
+    (name, path)
+    for name in ("strong", "relative", "scaled", "lookahead", "every_3", "return_power")
+    for path in ({"foreach": False}, {"foreach": True}, {"fused": True})
+    if not (name == "relative" and "fused" in path)
+]
+
+
+@pytest.mark.parametrize(("name", "path"), CAPTURED)
+def test_a_captured_graph_replays_the_eager_steps(name, path):
     lr = torch.tensor(1e-2, device="cuda")
     static = [g.clone() for g in gradients_on_gpu(1)[0]]
     parameters = on_gpu()
-    optimizer = PACE(parameters, foreach=foreach, capturable=True, **{**VARIANTS[name], "lr": lr})
+    optimizer = PACE(parameters, capturable=True, **path, **{**VARIANTS[name], "lr": lr})
     gradients = gradients_on_gpu(20)
     for p, g in zip(parameters, static, strict=True):
         p.grad = g.float()
@@ -112,9 +128,8 @@ def test_a_captured_graph_replays_the_eager_steps(name, foreach):
     torch.cuda.synchronize()
 
     eager = on_gpu()
-    twin = PACE(
-        eager, foreach=foreach, capturable=True, **{**VARIANTS[name], "lr": torch.tensor(1e-2, device="cuda")}
-    )
+    settings = {**VARIANTS[name], "lr": torch.tensor(1e-2, device="cuda")}
+    twin = PACE(eager, capturable=True, **path, **settings)
     for i, step in enumerate(gradients):
         twin.param_groups[0]["lr"].fill_(1e-2 / max(1, i - 2))
         advance(twin, eager, [step])
@@ -147,6 +162,23 @@ def test_a_graph_captured_before_the_first_step_seeds_once(foreach):
     torch.cuda.synchronize()
     twin = run(eager, gradients, foreach=foreach, capturable=True, pullback_strength=30.0)
     assert_same_bits(on_cpu(everything(twin)), on_cpu(everything(optimizer)))
+
+
+def test_capture_of_a_first_fused_step_is_refused():
+    parameters = on_gpu()
+    optimizer = PACE(parameters, fused=True, capturable=True)
+    set_gradients(parameters, gradients_on_gpu(1)[0])
+    with pytest.raises(RuntimeError, match="take one step before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+def test_a_learning_rate_on_the_device_is_not_waited_for():
+    settings = {"lr": torch.tensor(1e-2, device="cuda"), "gain": "paper", "pullback_strength": 30.0}
+    ours, theirs = on_gpu(), on_gpu()
+    run(ours, gradients_on_gpu(5), fused=True, **settings)
+    run(theirs, gradients_on_gpu(5), fused=True, **{**settings, "lr": 1e-2})
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.allclose(p, q, rtol=1e-6, atol=1e-7)
 
 
 def test_capture_right_after_a_reset_is_refused():

@@ -153,12 +153,50 @@ def test_a_parameter_that_lies_otherwise_is_noticed():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_not_kept_alive(kind):
+def test_a_parameter_that_shrank_in_place_is_noticed(kind):
+    """It is where it was, and so are its moments, which are larger."""
     parameter, optimizer = stepped(kind)
-    kept = weakref.ref(parameter.grad)
-    optimizer.zero_grad()
-    gc.collect()
-    assert kept() is None
+    parameter.data = parameter.data[:2]
+    parameter.grad = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match=r"has shape \(2, 4\) but its optimizer state has shape \(4, 4\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_comes_later_is_noticed(kind):
+    early, late = (torch.ones(4).requires_grad_() for _ in range(2))
+    optimizer = PACE([early, late], **KINDS[kind])
+    for step in range(4):
+        early.grad, late.grad = torch.ones(4), torch.ones(4) if step > 1 else None
+        optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in (early, late)] == [4, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_change_groups_are_noticed(kind):
+    fast, slow = (torch.ones(4).requires_grad_() for _ in range(2))
+    optimizer = PACE([{"params": [fast], "lr": 0.1}, {"params": [slow], "lr": 0.0}], **KINDS[kind])
+    for step in range(4):
+        if step == 2:
+            first, second = optimizer.param_groups
+            first["params"], second["params"] = second["params"], first["params"]
+            kept = fast.detach().clone()
+        fast.grad, slow.grad = torch.ones(4), torch.ones(4)
+        optimizer.step()
+    assert torch.equal(fast, kept) and (slow < 1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_not_kept_alive(kind):
+    parameter = torch.ones(4, 4).requires_grad_()
+    optimizer = PACE([parameter], **KINDS[kind])
+    for _ in range(3):
+        parameter.grad = torch.ones(4, 4)
+        kept = weakref.ref(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert kept() is None
 
 
 def test_a_copy_remembers_nothing():

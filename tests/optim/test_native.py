@@ -1,6 +1,5 @@
 """fused=True on a CPU: one pass over memory, in C, against the reference and against the other paths."""
 
-import copy
 import ctypes
 import os
 import shutil
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from problems import (
+    CHANGES_OF_MOMENTS,
     VARIANTS,
     advance,
     assert_same_bits,
@@ -20,6 +20,7 @@ from problems import (
     make_parameters,
     run,
     set_gradients,
+    with_and_without_memory,
 )
 from reference import distances, of_the_same_state, step_model
 
@@ -156,38 +157,10 @@ def test_states_go_from_any_path_to_any_other():
     assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(parameters, again, strict=True))
 
 
-CHANGES = {
-    "nothing": lambda optimizer, parameters: None,
-    "in place": lambda optimizer, parameters: optimizer.state[parameters[0]]["exp_avg_sq"].mul_(9.0),
-    "replaced": lambda optimizer, parameters: optimizer.state[parameters[0]].update(
-        exp_avg_sq=optimizer.state[parameters[0]]["exp_avg_sq"] * 9.0
-    ),
-    "loaded": lambda optimizer, parameters: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-    "not pulled": lambda optimizer, parameters: optimizer.param_groups[0].update(pullback_strength=0.0),
-    "another gain": lambda optimizer, parameters: optimizer.param_groups[0].update(gain="paper"),
-    "another path": lambda optimizer, parameters: optimizer.param_groups[0].update(fused=None),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES_OF_MOMENTS)
 def test_sums_of_second_moments_are_of_the_moments_as_they_are(change):
     """A step leaves them for the next. Who changes a moment in between changes its sum, by whatever way."""
-    runs = []
-    for forgetful in (False, True):
-        parameters = make_parameters(dtype=torch.float32, shapes=[(40, 40), (2000,), (5,)])
-        steps = make_gradients(6, shapes=[(40, 40), (2000,), (5,)])
-        optimizer = PACE(parameters, lr=1e-2, fused=True)
-        for t, gradients in enumerate(steps):
-            if t == 3:
-                CHANGES[change](optimizer, parameters)
-            if t == 4:  # back again
-                optimizer.param_groups[0].update(gain="scaled", pullback_strength=15.0, fused=True)
-            if forgetful:
-                native._sums.clear()
-            advance(optimizer, parameters, [gradients])
-        assert forgetful or len(native._sums) >= 3
-        runs.append(everything(optimizer))
-    assert_same_bits(*runs)
+    assert_same_bits(*with_and_without_memory(change))
 
 
 def test_the_average_is_shown_and_hidden_as_on_any_path():
@@ -213,7 +186,6 @@ def test_a_learning_rate_as_a_tensor():
     [
         ({"foreach": True}, "foreach=True"),
         ({"differentiable": True}, "differentiable=True"),
-        ({"capturable": True}, "capturable=True"),
         ({"gain": "relative", "pullback_strength": 0.5}, 'gain="relative"'),
         ({"fused": "yes"}, "'yes'"),
     ],

@@ -1,27 +1,38 @@
 """The update on a GPU in one pass over memory: one launch of kernel.py for all tensors of a kind."""
 
-from collections.abc import Sequence
+import math
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.optim.members import Members
+from paceline.optim.moments import finite_sum
 from paceline.optim.onepass import (
     NOT_ALIKE,
+    Numbers,
     averages_that_move,
     lie_alike,
     numbers_of,
+    numbers_on_device,
     row_of,
     seed_averages_,
 )
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_step
+from paceline.optim.rule import NUMERATORS, Scalar, Slot, at_count
 from paceline.optim.sharded import mesh_of
 
 BLOCK = 1024
 """Elements of a program: eight for each of its threads, two loads of 16 bytes in float32."""
 WARPS = 4
+
+WIDTH = 8192
+"""Sums of chunks that are added at a time: one program does it for a tensor, and should not take long."""
+
+SPARES = 8
+"""How many captures there may be between two steps that are not captured."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,55 +53,165 @@ def refusal(slot: Slot) -> str | None:
     return None
 
 
-def fused_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> None:
-    """One step for all slots of a parameter group, in place; `scale` as in `pace_step_`."""
-    torch._foreach_add_([slot.step for slot in slots], 1)
-    alike: dict[tuple[object, ...], list[Slot]] = {}
-    for slot in slots:
-        if slot.live.numel():
-            key = (slot.live.device, slot.live.dtype, slot.step.item(), _is_aligned(slot))
-            alike.setdefault(key, []).append(slot)
-    for group in alike.values():
-        at = at_step(group[0].step, recipe)
-        seed_averages_(group, at)
-        _launch(group, at, recipe, scale)
+def fused_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0) -> None:
+    """One step for all members, in place, whose counts are advanced already; `scale` as in `pace_step_`."""
+    counts = _counts(members, recipe.capturable)
+    for launch in _launches(members, counts):
+        launch.set_gradients(members.addresses)
+        launch.step_(counts[launch.places[0]], recipe, scale)
+
+
+def energy_of(members: Members, beta2: float, capturable: bool) -> Tensor | None:
+    """The sum of v̂ over all members, without those with a NaN or Inf; None if none has stepped."""
+    counts = _counts(members, capturable)
+    total: Tensor | None = None
+    for launch in _launches(members, counts):
+        count = launch.counts_on_device() if capturable else counts[launch.places[0]]
+        if isinstance(count, Tensor) or count > 0:
+            part = finite_sum(launch.second_moments(anew=capturable) / (1 - beta2**count))
+            total = part if total is None else total + part.to(total)
+    return total
+
+
+def _counts(members: Members, capturable: bool) -> list[float]:
+    """How old each is; unknown to the host, and the same for all, if they are counted on the device."""
+    return [math.nan] * len(members.rests) if capturable else members.counts()
+
+
+def _launches(members: Members, counts: list[float]) -> "list[_Launch]":
+    """One for all tensors of a device, a precision and an age."""
+    first = counts[0]
+    same = math.isnan(first) or counts.count(first) == len(counts)
+    younger = [] if same else [first - count for count in counts]
+    if members.memo.get("younger") != younger:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                "take one step before you capture: with fused=True the first step, and the first after a "
+                "change of parameters or state, tells the device where they are"
+            )
+        alike: dict[object, list[int]] = {}
+        for i, (slot, count) in enumerate(zip(members.rests, counts, strict=True)):
+            if slot.live.numel():
+                key = (slot.live.device, slot.live.dtype, _is_aligned(slot), None if same else count)
+                alike.setdefault(key, []).append(i)
+        members.memo["younger"] = younger
+        members.memo["launches"] = [_Launch(members.rests, places) for places in alike.values()]
+    launches: list[_Launch] = members.memo["launches"]
+    return launches
 
 
 def _is_aligned(slot: Slot) -> bool:
     return all(array.data_ptr() % 16 == 0 for array in slot[:6] if array is not None)
 
 
-def _launch(slots: list[Slot], at: At, recipe: Recipe, scale: Scalar) -> None:
-    import triton.language as tl
+class _Launch:
+    """Tensors that one launch advances, and where they are; all of one device, precision and age."""
 
-    from paceline.optim import kernel
+    def __init__(self, rests: list[Slot], places: list[int]) -> None:
+        self.places = places
+        """Which of the members they are."""
+        self._slots = [rests[i] for i in places]
+        live = self._slots[0].live
+        self._device, self._dtype = live.device, live.dtype
+        self._aligned = _is_aligned(self._slots[0])
+        rows = [(row[0], *row[2:]) for row in map(row_of, self._slots)]
+        self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
+        self._chunks = _chunks(self._device, tuple(row[-1] for row in rows), BLOCK)
+        self._sums = torch.empty(len(self._chunks), device=self._device)
+        self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
+        self._sent: list[int] = []
+        self._grads_aligned = False
+        self._one = torch.ones((), device=self._device)
+        # Pinned memory for captures: there before one begins, and for as long as it is replayed.
+        self._spares, self._captured = list[Tensor](), list[Tensor]()
+        self._versions: list[int] | None = None
 
-    live = slots[0].live
-    table = _table(live.device, tuple(number for slot in slots for number in row_of(slot)))
-    chunks = _chunks(live.device, tuple(slot.live.numel() for slot in slots), BLOCK)
-    averages = averages_that_move(slots, at)
-    pull = "none" if not at.pulling else "over" if recipe.gain in NUMERATORS else "uniform"
-    if recipe.gain != "scaled":
-        scale = 1.0
-    # It stays on the device: to read it would be to wait for all that was asked of the device before.
-    factor = scale if isinstance(scale, Tensor) else torch.full((), scale, device=live.device)
-    kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    with torch.cuda.device(live.device if live.is_cuda else -1):
-        kernel.step[(len(chunks),)](
-            table, chunks, factor.to(live.device, torch.float32), *numbers_of(at, recipe, 1.0),
-            OF=kinds[live.dtype], PULL=pull, LOOKAHEAD=recipe.gap == "lookahead" and pull != "none",
-            AVERAGES=averages, ALIGNED=_is_aligned(slots[0]), BLOCK=BLOCK,
-            num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    def set_gradients(self, addresses: list[int]) -> None:
+        """Where they are at this step; those of all members."""
+        own = addresses if len(addresses) == len(self.places) else [addresses[i] for i in self.places]
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # They often come back to where they were, so that there is nothing to send.
+        if own != self._sent or capturing:
+            sent = torch.tensor(own, dtype=torch.int64)
+            if capturing:  # what is replayed is the copy, so that what is copied has to stay
+                sent = self._spares.pop().copy_(sent)
+                self._captured.append(sent)
+            self._grads.copy_(sent, non_blocking=True)
+            self._sent = [] if capturing else list(own)
+            self._grads_aligned = all(address % 16 == 0 for address in own)
+
+    def counts_on_device(self) -> Tensor:
+        """How old each is, (tensors,) float64."""
+        return torch.stack([slot.step for slot in self._slots])
+
+    def step_(self, count: float, recipe: Recipe, scale: Scalar) -> None:
+        """The step of that count; of NaN, if they are counted on the device."""
+        import triton.language as tl
+
+        from paceline.optim import kernel
+
+        on_device = recipe.capturable or (isinstance(recipe.lr, Tensor) and recipe.lr.is_cuda)
+        numbers: list[Scalar] = [0.0] * len(Numbers._fields)
+        table = self._one
+        if recipe.capturable and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            while len(self._spares) < SPARES:
+                self._spares.append(torch.empty(len(self.places), dtype=torch.int64, pin_memory=True))
+        if on_device:
+            ages = torch.full((len(self.places),), count, dtype=torch.float64, device=self._device)
+            ages = self.counts_on_device() if recipe.capturable else ages
+            table = numbers_on_device(ages, recipe)
+            at = at_count(ages, recipe)
+        else:
+            at = at_count(count, recipe)
+            seed_averages_(self._slots, at)
+            numbers = list(numbers_of(at, recipe, 1.0))
+        pull = "none" if at.pulling is False else "over" if recipe.gain in NUMERATORS else "uniform"
+        factor = self._one
+        if recipe.gain == "scaled" and pull != "none":
+            # It stays on the device: to read it would be to wait for all that was asked of the device before.
+            factor = scale if isinstance(scale, Tensor) else torch.full((), scale, device=self._device)
+            factor = factor.to(self._device, torch.float32)
+        kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        sums = recipe.gain == "scaled" and recipe.pullback_strength != 0
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            kernel.step[(len(self._chunks),)](
+                self._table, self._grads, self._chunks, factor, self._sums, table, *numbers,
+                OF=kinds[self._dtype], GRAD=kinds[self._dtype], PULL=pull,
+                LOOKAHEAD=recipe.gap == "lookahead" and pull != "none",
+                AVERAGES=averages_that_move(self._slots, at), SUMS=sums, ON_DEVICE=on_device,
+                ALIGNED=self._aligned, GRAD_ALIGNED=self._grads_aligned, BLOCK=BLOCK,
+                num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+        self._versions = self._versions_now() if sums else None
+
+    def second_moments(self, anew: bool) -> Tensor:
+        """The sum of the second moments of each: as the last step found it, or anew, to the same bits."""
+        import triton.language as tl
+
+        from paceline.optim import kernel
+
+        kinds: dict[torch.dtype, Any] = {
+            torch.float32: tl.float32,
+            torch.bfloat16: tl.bfloat16,
+            torch.float16: tl.float16,
+        }
+        found = torch.empty(len(self.places), dtype=torch.float64, device=self._device)
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            if anew or self._versions is None or self._versions != self._versions_now():
+                kernel.add_up[(len(self._chunks),)](
+                    self._table, self._chunks, self._sums, OF=kinds[self._dtype], ALIGNED=self._aligned,
+                    BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+                )  # fmt: skip
+            starts = _starts(self._device, tuple(slot.live.numel() for slot in self._slots), BLOCK)
+            kernel.totals[(len(self.places),)](self._sums, starts, found, WIDTH=WIDTH, num_warps=16)
+        return found
+
+    def _versions_now(self) -> list[int]:
+        """By which to see that nobody else changed a second moment; of the kernel torch does not know."""
+        return [slot.exp_avg_sq._version for slot in self._slots]
 
 
-# Weights and state stay where they are, and gradients often come back to where they were, so that there is
-# mostly nothing to send. The keys are the contents: what they find is never out of date.
-
-
-@lru_cache(maxsize=64)
-def _table(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).view(-1, 7).to(device)
+# What does not depend on addresses is kept by its contents, and found again by another launch.
 
 
 @lru_cache(maxsize=64)
@@ -100,3 +221,10 @@ def _chunks(device: torch.device, sizes: tuple[int, ...], block: int) -> Tensor:
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     places = torch.arange(len(tensors)) - (counts.cumsum(0) - counts)[tensors]
     return torch.stack([tensors, places * block], dim=1).to(device)
+
+
+@lru_cache(maxsize=64)
+def _starts(device: torch.device, sizes: tuple[int, ...], block: int) -> Tensor:
+    """The first chunk of each tensor, and the end of the last."""
+    counts = torch.tensor([0, *[-(-size // block) for size in sizes]], dtype=torch.int64)
+    return counts.cumsum(0).to(device)

@@ -8,8 +8,10 @@ Only the last chunk of a tensor is masked, so that all others load and store 16 
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(7)
-"""Of the table: live, gradient, both moments, average, returned, elements."""
+COLUMNS = tl.constexpr(6)
+"""Of the table: live, both moments, average, returned, elements. Gradients move, and have their own."""
+NUMBERS = tl.constexpr(16)
+"""Of a row of `numbers`: those of onepass.Numbers, and whether it is a first step."""
 
 
 @triton.jit
@@ -37,37 +39,43 @@ def _store(
 
 @triton.jit
 def _moved(average, live, keep, move):
-    """0 times an infinite average would be NaN."""
-    return tl.where(keep == 0.0, live, average * keep + live * move)
+    """0 times an infinite average would be NaN, and so would an infinite weight in one that rests."""
+    moved = tl.where(keep == 0.0, live, average * keep + live * move)
+    return tl.where(move == 0.0, average, moved)
 
 
 @triton.jit
 def _advance(
-    row, first, count, scale, sign, decay, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
-    rate, limit, keep, move, keep_returned, move_returned,
-    OF: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr, AVERAGES: tl.constexpr,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    row, grad_at, first, count, scale, sums,
+    sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
+    rate, limit, keep, move, keep_returned, move_returned, fresh,
+    OF: tl.constexpr, GRAD: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    AVERAGES: tl.constexpr, SUMS: tl.constexpr,
+    ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
-    live_at, m_at, v_at = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+    live_at, m_at, v_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     before = _load(live_at, first, offsets, count, OF, ALIGNED, MASKED)
-    grad = sign * _load(tl.load(row + 1), first, offsets, count, OF, ALIGNED, MASKED)
+    grad = sign * _load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED)
     m = _load(m_at, first, offsets, count, OF, ALIGNED, MASKED)
     v = _load(v_at, first, offsets, count, OF, ALIGNED, MASKED)
     if AVERAGES > 0:
-        average_at = tl.load(row + 4)
+        average_at = tl.load(row + 3)
         average = _load(average_at, first, offsets, count, tl.float32, ALIGNED, MASKED)
+        average = tl.where(fresh != 0.0, before, average)
     if AVERAGES > 1:
-        returned_at = tl.load(row + 5)
+        returned_at = tl.load(row + 4)
         returned = _load(returned_at, first, offsets, count, tl.float32, ALIGNED, MASKED)
+        returned = tl.where(fresh != 0.0, before, returned)
 
     m += (grad - m) * new_m
     v = v * old_v + grad * grad * new_v
     denominator = tl.sqrt_rn(v) * root_factor + eps
-    live = before * decay + tl.div_rn(m, denominator) * step_size
+    # All that moves a weight is added up before it is added to it: one rounding of the weight.
+    way = tl.div_rn(m, denominator) * step_size - before * shrink
 
     if LOOKAHEAD:
-        average = _moved(average, live, keep, move)
+        average = _moved(average, before + way, keep, move)
     if PULL != "none":
         if PULL == "uniform":
             gain = numerator * rate
@@ -75,12 +83,15 @@ def _advance(
             gain = tl.div_rn(numerator * tl.load(scale), denominator) * rate
         # Not a minimum, which would make of a NaN the limit.
         gain = tl.where(gain > limit, limit, gain)
-        live += gain * (average - (live if LOOKAHEAD else before))
+        way += gain * (average - ((before + way) if LOOKAHEAD else before))
+    live = before + way
     # The averages are of the weights as they are stored.
     live = live.to(OF).to(tl.float32)
     _store(live_at, first, offsets, count, live, OF, ALIGNED, MASKED)
     _store(m_at, first, offsets, count, m, OF, ALIGNED, MASKED)
     _store(v_at, first, offsets, count, v, OF, ALIGNED, MASKED)
+    if SUMS:
+        tl.store(sums, _sum_of(v, first, offsets, count, OF, MASKED))
     if AVERAGES > 0:
         if not LOOKAHEAD:
             average = _moved(average, live, keep, move)
@@ -91,31 +102,81 @@ def _advance(
 
 
 @triton.jit
+def _sum_of(v, first, offsets, count, OF: tl.constexpr, MASKED: tl.constexpr):
+    v = v.to(OF).to(tl.float32)  # as it is stored, and as `add_up` will find it
+    if MASKED:
+        v = tl.where(offsets < count - first, v, 0.0)
+    return tl.sum(v)
+
+
+@triton.jit
 def step(
     table,  # (tensors, COLUMNS) int64
+    grads,  # (tensors,) int64: addresses
     chunks,  # (programs, 2) int64: a tensor, and the first of the elements of it that are a program's
     scale,  # () float32, for gain="scaled"; otherwise 1
-    sign, decay, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
+    sums,  # (programs,) float32: of the second moments of each chunk
+    numbers,  # (tensors, NUMBERS) float32, instead of those that follow if ON_DEVICE
+    sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
     keep, move, keep_returned, move_returned,
-    OF: tl.constexpr,  # dtype of live, gradient and moments
+    OF: tl.constexpr,  # dtype of live and moments
+    GRAD: tl.constexpr,  # dtype of the gradient
     PULL: tl.constexpr,  # "none", "uniform", or "over": a number over √v̂ + ε
     LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr,  # how many of them move
-    ALIGNED: tl.constexpr,  # all addresses are multiples of 16 bytes
+    SUMS: tl.constexpr,  # whether to add up second moments
+    ON_DEVICE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # all addresses of the table are multiples of 16 bytes
+    GRAD_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    chunk = chunks + 2 * tl.program_id(0).to(tl.int64)
-    row, first = table + tl.load(chunk) * COLUMNS, tl.load(chunk + 1)
-    count = tl.load(row + 6)
+    program = tl.program_id(0).to(tl.int64)
+    tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
+    row = table + tensor * COLUMNS
+    grad_at, count = tl.load(grads + tensor), tl.load(row + 5)
+    fresh = 0.0
+    if ON_DEVICE:
+        own = numbers + tensor * NUMBERS
+        sign, shrink, new_m = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        old_v, new_v, root_factor = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
+        eps, step_size, numerator = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
+        rate, limit, keep, move = tl.load(own + 9), tl.load(own + 10), tl.load(own + 11), tl.load(own + 12)
+        keep_returned, move_returned, fresh = tl.load(own + 13), tl.load(own + 14), tl.load(own + 15)
     if first + BLOCK <= count:
         _advance(
-            row, first, count, scale, sign, decay, new_m, old_v, new_v, root_factor, eps, step_size,
-            numerator, rate, limit, keep, move, keep_returned, move_returned,
-            OF, PULL, LOOKAHEAD, AVERAGES, ALIGNED, False, BLOCK,
+            row, grad_at, first, count, scale, sums + program,
+            sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
+            rate, limit, keep, move, keep_returned, move_returned, fresh,
+            OF, GRAD, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED, GRAD_ALIGNED, False, BLOCK,
         )  # fmt: skip
     else:
         _advance(
-            row, first, count, scale, sign, decay, new_m, old_v, new_v, root_factor, eps, step_size,
-            numerator, rate, limit, keep, move, keep_returned, move_returned,
-            OF, PULL, LOOKAHEAD, AVERAGES, ALIGNED, True, BLOCK,
+            row, grad_at, first, count, scale, sums + program,
+            sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
+            rate, limit, keep, move, keep_returned, move_returned, fresh,
+            OF, GRAD, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED, GRAD_ALIGNED, True, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def add_up(table, chunks, sums, OF: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The `sums` that `step` would have left, to the bit, of second moments that it did not write."""
+    program = tl.program_id(0).to(tl.int64)
+    tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
+    row, offsets = table + tensor * COLUMNS, tl.arange(0, BLOCK)
+    count = tl.load(row + 5)
+    v = _load(tl.load(row + 2), first, offsets, count, OF, ALIGNED, True)
+    tl.store(sums + program, _sum_of(v, first, offsets, count, OF, True))
+
+
+@triton.jit
+def totals(sums, starts, found, WIDTH: tl.constexpr):
+    """Of each tensor the sum of its chunks; `starts` (tensors + 1,) int64 says which they are."""
+    tensor = tl.program_id(0)
+    first, last = tl.load(starts + tensor), tl.load(starts + tensor + 1)
+    lanes = tl.zeros((WIDTH,), tl.float64)
+    while first < last:
+        places = first + tl.arange(0, WIDTH)
+        lanes += tl.load(sums + places, mask=places < last, other=0.0).to(tl.float64)
+        first += WIDTH
+    tl.store(found + tensor, tl.sum(lanes))

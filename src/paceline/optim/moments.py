@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,23 +45,19 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> SecondM
 
 def model_scale(
     members: Sequence[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]],
-    known: Mapping[Tensor, float] = MappingProxyType({}),
+    energies: Sequence[Scalar] = (),
+    elements: int | None = None,
 ) -> Scalar:
     """The root mean square of √v̂ over all of these: parameters, their states and groups. () and ≥ float32,
-    or a float if all their sums of v are `known`.
+    or a float if it can be.
+
+    Of others the sum of v̂ may be known already: the `energies`. `elements` counts all, theirs too.
 
     Of parameters that have not stepped yet nothing is known, they count as 0. So does a tensor with a NaN or
     Inf: it spoils itself, and must not spoil the rest.
     """
     alike: dict[object, list[SecondMoment]] = {}
-    at_hand, have_stepped = 0.0, False
-    for parameter, state, group in members:
-        if parameter in known:
-            correction = float(_root_correction(state, group))
-            if correction != 0:
-                mean = known[parameter] / correction**2
-                at_hand, have_stepped = at_hand + (mean if math.isfinite(mean) else 0.0), True
-            continue
+    for _, state, group in members:
         moment = second_moment(state, group)
         if moment is None:
             continue
@@ -71,21 +66,30 @@ def model_scale(
             alike.setdefault((layout_of(moment.value), None), []).append(moment)
         elif root != 0:
             alike.setdefault((layout_of(moment.value), root), []).append(moment)
-    elements = sum(real(parameter).numel() for parameter, _, _ in members)
-    total: Tensor | None = None
+    parts = list(energies)
     for moments in alike.values():
         sums = sums_of([moment.value for moment in moments])
         roots = [moment.root_correction for moment in moments]
         tensors = [root for root in roots if isinstance(root, Tensor)]
         squares = torch.stack(tensors).to(sums).square() if tensors else roots[0] ** 2
-        part = torch.nan_to_num(sums / squares, nan=0.0, posinf=0.0).sum()
-        total = part if total is None else total + part.to(total)
-    if total is None:
-        least = torch.finfo(torch.float32).tiny
-        return math.sqrt(max(at_hand / max(elements, 1), least)) if have_stepped else 0.0
-    total = total + at_hand
+        parts.append(finite_sum(sums / squares))
+    if not parts:
+        return 0.0
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + (part.to(total) if isinstance(part, Tensor) and isinstance(total, Tensor) else part)
+    if elements is None:
+        elements = sum(real(parameter).numel() for parameter, _, _ in members)
+    mean = total / max(elements, 1)
     # At least the smallest number, whose root has a derivative.
-    return (total / max(elements, 1)).clamp(min=torch.finfo(total.dtype).tiny).sqrt()
+    if isinstance(mean, Tensor):
+        return mean.clamp(min=torch.finfo(mean.dtype).tiny).sqrt()
+    return math.sqrt(max(mean, torch.finfo(torch.float32).tiny))
+
+
+def finite_sum(sums: Tensor) -> Tensor:
+    """The sum of those that are finite."""
+    return torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0).sum()
 
 
 def _adam_value(state: Mapping[str, Any]) -> Tensor | None:

@@ -29,7 +29,7 @@ typedef struct {
 
 typedef struct {
     float sign;              /* of the gradient: -1 to maximize */
-    float decay;             /* 1 - lr * weight decay */
+    float shrink;            /* lr * weight decay */
     float new_m;             /* 1 - beta1 */
     float old_v, new_v;      /* beta2, 1 - beta2 */
     float root_factor;       /* 1 / sqrt(1 - beta2^t) */
@@ -61,7 +61,7 @@ advance(const int count, float *restrict live, const float *restrict grad, float
     for (int i = 0; i < count; i++) m[i] += (g[i] - m[i]) * s->new_m;
     for (int i = 0; i < count; i++) v[i] = v[i] * s->old_v + g[i] * g[i] * s->new_v;
     for (int i = 0; i < count; i++) inverse[i] = 1.0f / (sqrtf(v[i]) * s->root_factor + s->eps);
-    for (int i = 0; i < count; i++) new[i] = p[i] * s->decay + m[i] * inverse[i] * s->step_size;
+    for (int i = 0; i < count; i++) new[i] = p[i] + (m[i] * inverse[i] * s->step_size - p[i] * s->shrink);
 
 /* 0 times an infinite average would be NaN. */
 #define MOVED(old, keep, move) ((keep) == 0.0f ? new[i] : (old) * (keep) + new[i] * (move))

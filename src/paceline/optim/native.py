@@ -7,23 +7,22 @@ threads. Equal to `pace_step_` to a few units in the last place, on weights and 
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.cache import cache_folder
+from paceline.optim.members import Members
 from paceline.optim.onepass import (
     NOT_ALIKE,
     Numbers,
@@ -34,7 +33,7 @@ from paceline.optim.onepass import (
     seed_averages_,
 )
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import At, Scalar, Slot, at_step
+from paceline.optim.rule import Scalar, Slot, at_count
 from paceline.optim.sharded import mesh_of
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -113,42 +112,72 @@ def refusal(slot: Slot) -> str | None:
     return None if lie_alike(slot) else NOT_ALIKE
 
 
-def native_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> None:
-    """One step for all slots of a parameter group, in place; `scale` as in `pace_step_`."""
-    torch._foreach_add_([slot.step for slot in slots], 1)
-    alike: dict[float, list[Slot]] = {}
-    for slot in slots:
-        alike.setdefault(slot.step.item(), []).append(slot)
-    for group in alike.values():
-        _step_alike_(group, at_step(group[0].step, recipe, float(scale)), recipe)
+def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0) -> None:
+    """One step for all members, in place, whose counts are advanced already; `scale` as in `pace_step_`."""
+    counts = members.counts()
+    for arrays in _alike(members, counts):
+        arrays.set_gradients(members.addresses)
+        at = at_count(counts[arrays.places[0]], recipe, float(scale))
+        seed_averages_(arrays.slots, at)
+        scalars = _Scalars(*numbers_of(at, recipe, float(at.scale)))
+        averages = averages_that_move(arrays.slots, at)
+        pull = _PULLS[recipe.gain] if at.pulling else 0
+        lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
+        arrays.call(_library().paceline_step, ctypes.byref(scalars), pull, lookahead, averages)
+        arrays.added_up = arrays.versions() if pull == _PULLS["scaled"] else None
 
 
-def _step_alike_(slots: list[Slot], at: At, recipe: Recipe) -> None:
-    """Slots of one step count."""
-    seed_averages_(slots, at)
-    arrays = _Arrays(slots)
-    scalars = _Scalars(*numbers_of(at, recipe, float(at.scale)))
-    averages = averages_that_move(slots, at)
-    pull = _PULLS[recipe.gain] if at.pulling else 0
-    lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
-    how = (ctypes.byref(scalars), pull, lookahead, averages)
-    arrays.call(_library().paceline_step, *how)
-    if recipe.gain == "scaled" and pull:
-        for slot, total in zip(slots, arrays.totals(), strict=True):
-            _remember(slot.exp_avg_sq, total)
-    elif _sums:  # they changed, which torch does not know
-        for slot in slots:
-            _sums.pop(id(slot.exp_avg_sq), None)
+def energy_of(members: Members, beta2: float, capturable: bool) -> float | None:
+    """The sum of v̂ over all members, without those with a NaN or Inf; None if none has stepped."""
+    counts = members.counts()
+    stepped = [arrays for arrays in _alike(members, counts) if counts[arrays.places[0]] > 0]
+    if not stepped:
+        return None
+    parts = [total / (1 - beta2 ** counts[a.places[0]]) for a in stepped for total in a.second_moments()]
+    return math.fsum(part for part in parts if math.isfinite(part))
+
+
+def _alike(members: Members, counts: list[float]) -> "list[_Arrays]":
+    """The arrays of members of one age each."""
+    younger = [counts[0] - count for count in counts]
+    if members.memo.get("younger") != younger:
+        places: dict[float, list[int]] = {}
+        for i, count in enumerate(counts):
+            places.setdefault(count, []).append(i)
+        members.memo["younger"] = younger
+        members.memo["arrays"] = [_Arrays(members.rests, own) for own in places.values()]
+    found: list[_Arrays] = members.memo["arrays"]
+    return found
 
 
 class _Arrays:
-    """Tensors of native.c, one a slot, and the sums of their blocks."""
+    """Tensors of native.c, one a slot, all of one age, and the sums of their blocks."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._tensors = array("q", [number for slot in slots for number in row_of(slot)])
+    def __init__(self, rests: list[Slot], places: list[int]) -> None:
+        self.places = places
+        """Which of the members they are."""
+        self.slots = [rests[i] for i in places]
+        self.added_up: list[int] | None = None
+        """Versions of the second moments whose sums are at hand."""
+        self._tensors = array("q", [number for slot in self.slots for number in row_of(slot)])
         elements = self._tensors[6::7]
-        self._count, self._elements = len(slots), sum(elements)
+        self._count, self._elements = len(places), sum(elements)
         self._sums = array("d", bytes(8 * sum(-(-n // BLOCK) for n in elements)))
+
+    def set_gradients(self, addresses: list[int]) -> None:
+        """Where they are at this step; those of all members."""
+        self._tensors[1::7] = array("q", [addresses[i] for i in self.places])
+
+    def versions(self) -> list[int]:
+        """By which to see that nobody else changed a second moment; of native.c torch does not know."""
+        return [slot.exp_avg_sq._version for slot in self.slots]
+
+    def second_moments(self) -> list[float]:
+        """The sum of each: as the last step found it, or anew, to the same bits."""
+        if self.added_up is None or self.added_up != self.versions():
+            self.call(_library().paceline_sums)
+            self.added_up = self.versions()
+        return self.totals()
 
     def call(self, function: Any, *more: object) -> None:
         """A function of native.c on all elements, shared out over threads."""
@@ -172,45 +201,6 @@ class _Arrays:
         (tensors, _), (sums, _) = self._tensors.buffer_info(), self._sums.buffer_info()
         _library().paceline_totals(tensors, self._count, sums, found.buffer_info()[0])
         return found.tolist()
-
-
-class _Sum(NamedTuple):
-    """What a second moment came to, and how to see that it is the same and nobody changed it since."""
-
-    total: float
-    version: int
-    address: int
-    whose: ReferenceType[Tensor]
-
-
-_sums: dict[int, _Sum] = {}
-"""By the identity of the second moment, and gone with it."""
-
-
-def _remember(moment: Tensor, total: float) -> None:
-    key = id(moment)
-    before = _sums.get(key)
-    whose = before.whose if before else ref(moment, lambda _: _sums.pop(key, None))
-    _sums[key] = _Sum(total, moment._version, moment.data_ptr(), whose)
-
-
-def _remembered(moment: Tensor) -> float | None:
-    sum_ = _sums.get(id(moment))
-    if sum_ is None or (sum_.version, sum_.address) != (moment._version, moment.data_ptr()):
-        return None
-    return sum_.total
-
-
-def sums_of(slots: Sequence[Slot]) -> list[float]:
-    """The sum of each second moment: as the last step found it, or added up anew, to the same bits."""
-    totals = [_remembered(slot.exp_avg_sq) for slot in slots]
-    changed = [slot for slot, total in zip(slots, totals, strict=True) if total is None]
-    if changed:
-        arrays = _Arrays(changed)
-        arrays.call(_library().paceline_sums)
-        anew = iter(arrays.totals())
-        return [next(anew) if total is None else total for total in totals]
-    return [total for total in totals if total is not None]
 
 
 @cache

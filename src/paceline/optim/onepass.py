@@ -3,29 +3,31 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, gain_limit, seed_average_, shares
+from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_count, gain_limit, seed_average_, shares
 
 
 class Numbers(NamedTuple):
-    """Of one step, for float32; in this order they are arguments of native.c and kernel.py."""
+    """Of one step, for float32; in this order they are arguments of native.c and kernel.py. Floats, or
+    tensors of several steps on a device."""
 
-    sign: float  # of the gradient: −1 to maximize
-    decay: float  # 1 − η · weight decay
-    new_m: float  # 1 − β₁, which in float32 would be off by 1e-5 if β₁ were rounded first
-    old_v: float  # β₂
-    new_v: float  # 1 − β₂
-    root_factor: float  # 1 / √(1 − β₂ᵗ)
-    eps: float
-    step_size: float  # −η / (1 − β₁ᵗ)
-    numerator: float  # of the ratio R
-    rate: float
-    limit: float  # the gain is min(rate · R, limit)
-    keep: float  # of the average
-    move: float  # their sum is 1
-    keep_returned: float
-    move_returned: float
+    sign: Scalar  # of the gradient: −1 to maximize
+    shrink: Scalar  # η · weight decay; 1 less it would lose its last digits in float32
+    new_m: Scalar  # 1 − β₁, which in float32 would be off by 1e-5 if β₁ were rounded first
+    old_v: Scalar  # β₂
+    new_v: Scalar  # 1 − β₂
+    root_factor: Scalar  # 1 / √(1 − β₂ᵗ)
+    eps: Scalar
+    step_size: Scalar  # −η / (1 − β₁ᵗ)
+    numerator: Scalar  # of the ratio R
+    rate: Scalar
+    limit: Scalar  # the gain is min(rate · R, limit)
+    keep: Scalar  # of the average
+    move: Scalar  # their sum is 1
+    keep_returned: Scalar
+    move_returned: Scalar
 
 
 def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
@@ -39,7 +41,7 @@ def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
     beta1, beta2 = recipe.betas
     return Numbers(
         sign=-1.0 if recipe.maximize else 1.0,
-        decay=float(at.decay),
+        shrink=1 - float(at.decay),
         new_m=1 - beta1,
         old_v=beta2,
         new_v=1 - beta2,
@@ -56,6 +58,35 @@ def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
     )
 
 
+def numbers_on_device(t: Tensor, recipe: Recipe) -> Tensor:
+    """The numbers of the steps t, where those are, and whether each is a first: a row of kernel.py each."""
+    at = at_count(t, recipe)
+    beta1, beta2 = recipe.betas
+    numerator: Scalar = recipe.pullback_strength
+    if recipe.gain in NUMERATORS:
+        numerator = NUMERATORS[recipe.gain](at.lr, recipe.pullback_strength, 1.0)
+    pulled = at.pulling if isinstance(at.pulling, Tensor) else torch.ones_like(t, dtype=torch.bool)
+    fields = Numbers(
+        sign=-1.0 if recipe.maximize else 1.0,
+        shrink=1 - at.decay,
+        new_m=1 - beta1,
+        old_v=beta2,
+        new_v=1 - beta2,
+        root_factor=1 / at.root_correction,
+        eps=recipe.eps,
+        step_size=at.step_size,
+        numerator=torch.where(pulled, numerator, 0.0).clamp(max=torch.finfo(torch.float32).max),
+        rate=at.rate,
+        limit=gain_limit(recipe, torch.float32),
+        **dict(zip(("keep", "move"), shares(at.rate, torch.float32), strict=True)),
+        **dict(zip(("keep_returned", "move_returned"), shares(at.return_rate, torch.float32), strict=True)),
+    )
+    numbers = torch.empty((len(t), len(fields) + 1), device=t.device)
+    for column, field in zip(numbers.unbind(1), (*fields, t == 1), strict=True):
+        column.copy_(field) if isinstance(field, Tensor) else column.fill_(field)
+    return numbers
+
+
 def seed_averages_(slots: list[Slot], at: At) -> None:
     """At a first step; it is rare enough for a pass of its own."""
     if at.t == 1:
@@ -67,7 +98,7 @@ def seed_averages_(slots: list[Slot], at: At) -> None:
 
 def averages_that_move(slots: list[Slot], at: At) -> int:
     """How many averages of each slot move at this step."""
-    return 0 if not at.averaging else 1 if slots[0].returned is None else 2
+    return 0 if at.averaging is False else 1 if slots[0].returned is None else 2
 
 
 def row_of(slot: Slot) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from paceline.optim import recipe, weights
 from paceline.optim.averaging import Averaging
 from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
+from paceline.optim.members import Fits
 from paceline.optim.recipe import Gain, Gap, Recipe
 from paceline.optim.state import State, allocate, averages_of, is_expanded, name_of, returned_key
-from paceline.optim.work import Fits, all_finite, plan, scale_before
+from paceline.optim.work import all_finite, plan_all, scale_before
 
 
 @final
@@ -130,7 +131,7 @@ class PACE(Averaging):
             "differentiable": differentiable,
         }
         recipe.check(recipe.completed(recipe.with_gain(defaults)))
-        self._fits: Fits = {}
+        self._fits = Fits()
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -162,8 +163,13 @@ class PACE(Averaging):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._fits = Fits()  # first: what it keeps may be what makes room
         super().__setstate__(state)
-        self._fits = {}
+
+    def eval(self) -> None:
+        """Put the average into the parameters, until `train()` or the next `step()`."""
+        self._fits.clear()  # averages change places
+        super().eval()
 
     # --- The step ---------------------------------------------------------------------------------
 
@@ -180,15 +186,15 @@ class PACE(Averaging):
                 loss = closure()
             self._put_live_back()  # a closure that evaluates may end in eval()
 
-        groups = enumerate(self.param_groups)
-        work = [plan(self.state, group, number, self._fits) for number, group in groups]
-        if not all_finite([slot.grad for w in work if w.group["skip_nonfinite"] for slot in w.slots]):
+        works = plan_all(self.state, self.param_groups, self._fits)
+        if not all_finite([grad for w in works if w.group["skip_nonfinite"] for grad in w.members.grads]):
             return loss
-        scale = scale_before(self.state, work)
-        for group, parameters, slots, path in work:
-            self._seed_again(parameters, group)
-            if slots:
-                path(slots, Recipe.of(group), scale)
+        scale = scale_before(self.state, works)
+        for group, members, path, anew in works:
+            if anew:
+                self._seed_again(members.parameters, group)
+            if members.parameters:
+                path(members, Recipe.of(group), scale)
         return loss
 
     # --- Averages: what `Averaging` asks of us ----------------------------------------------------

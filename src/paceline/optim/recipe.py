@@ -178,7 +178,7 @@ def _check_fused(group: dict[str, Any]) -> None:
     require(group["fused"] in (None, True, False), "fused value", group["fused"], "None, True, False")
     if not group["fused"]:
         return
-    for name in ("foreach", "differentiable", "capturable"):
+    for name in ("foreach", "differentiable"):
         if group[name]:
             raise ValueError(f"fused=True and {name}=True exclude each other; use one of the two")
     if group["gain"] == "relative":

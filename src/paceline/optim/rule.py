@@ -140,8 +140,12 @@ def stays_on_device(recipe: Recipe) -> bool:
 
 def at_step(step: Tensor, recipe: Recipe, scale: Scalar = 1.0) -> At:
     """The scalars of the step that `step` counts (already advanced)."""
-    on_device = stays_on_device(recipe)
-    t: Scalar = step if on_device else step.item()
+    return at_count(step if stays_on_device(recipe) else step.item(), recipe, scale)
+
+
+def at_count(t: Scalar, recipe: Recipe, scale: Scalar = 1.0) -> At:
+    """The scalars of the t-th step; of several, if t is a tensor of them."""
+    on_device = isinstance(t, Tensor)
     lr = recipe.lr.reshape(()) if isinstance(recipe.lr, Tensor) else recipe.lr
     beta1, beta2 = recipe.betas
 

@@ -1,6 +1,6 @@
 """What a step has to do for one parameter group; whatever can be refused is refused here, before it."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,121 +9,63 @@ from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_
 
 from paceline.optim import fused, native
 from paceline.optim.foreach import foreach_step_
+from paceline.optim.members import Fit, Fits, Members, States, count_together
 from paceline.optim.moments import model_scale
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, pace_step_
 from paceline.optim.sharded import whole
 from paceline.optim.state import State, allocate, conform, name_of, real
 
-States = MutableMapping[Tensor, State]
-
-
-Path = Callable[[list[Slot], Recipe, Scalar], None]
+Path = Callable[[Members, Recipe, Scalar], None]
 
 
 class Work(NamedTuple):
     group: dict[str, Any]
-    parameters: list[Tensor]  # those with a gradient
-    slots: list[Slot]  # one for each
+    members: Members
     path: Path
+    anew: bool  # the members were not as at the last step
 
 
-class Fit(NamedTuple):
-    """A parameter that was fit for a step. While all of this is the same, it still is."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    state: State
-    entries: int  # of the state
-    addresses: tuple[int, ...]  # of live and of what is kept of it
-    settings: tuple[object, ...]  # of the group, as far as they have a say
+def plan_all(states: States, groups: list[dict[str, Any]], fits: Fits) -> list[Work]:
+    """The work of a step, a group each. Parameters without a state get one."""
+    fits.look(states)
+    return [_plan(states, group, number, fits) for number, group in enumerate(groups)]
 
 
-Fits = dict[int, list[Fit | None]]
-"""Group → one for each of its parameters. Most steps are like the last, and to look at everything anew takes
-longer than to update a small tensor."""
-
-
-def plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work:
-    """The work of a step for group `number`. Parameters without a state get one."""
-    members = [(i, parameter) for i, parameter in enumerate(group["params"]) if parameter.grad is not None]
-    parameters = [parameter for _, parameter in members]
-    _check_capture(states, group, parameters)
+def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work:
     compiling = torch.compiler.is_compiling()
     # A compiler cannot look into C; it makes one pass of the foreach path itself.
-    one_pass = group["fused"] and not compiling
-    known = fits.get(number, [])
-    if compiling or len(known) != len(group["params"]):
-        known = [None] * len(group["params"])
-    settings = (group["return_power"] is None, group["capturable"], one_pass)
-    slots = []
-    for i, parameter in members:
-        slot = _slot_again(states, parameter, settings, known[i])
-        if slot is None:
-            slot = _slot(states, parameter, group, number, i)
-            if one_pass and (reason := _refusal(slot)):
-                raise RuntimeError(f"{name_of(group, number, i)} {reason}")
-            known[i] = None if compiling else _fit(parameter, slot, states[parameter], settings)
-        slots.append(slot)
-    if not compiling:
-        fits[number] = known
-    path: Path
+    one_pass = bool(group["fused"]) and not compiling
+    settings = (group["return_power"] is None, *[group[name] for name in _SETTINGS], one_pass)
+    _check_capture(states, group, compiling)
+    members = None if compiling else fits.again(number, group["params"], settings)
+    if members is not None:
+        return Work(group, members, _path(group, members.parameters, one_pass), anew=False)
+    places = [(i, parameter) for i, parameter in enumerate(group["params"]) if parameter.grad is not None]
+    parameters = [parameter for _, parameter in places]
+    slots = [_slot(states, parameter, group, number, i) for i, parameter in places]
     if one_pass:
-        path = _one_pass_step_
-    else:
-        path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
-    return Work(group, parameters, slots, path)
+        for (i, _), slot in zip(places, slots, strict=True):
+            if reason := _refusal(slot):
+                raise RuntimeError(f"{name_of(group, number, i)} {reason}")
+    memo: dict[str, Any] = {}
+    own = [] if compiling else [states[parameter] for parameter in parameters]
+    fit = bool(own) and Fit.can_be(parameters, own, slots)
+    if fit and one_pass and not group["capturable"]:
+        slots, memo["counts"] = count_together(own, slots)
+    members = Members.of(parameters, slots, one_pass, memo)
+    if fit:
+        fits.keep(number, Fit(group["params"], own, members, settings), states)
+    return Work(group, members, _path(group, parameters, one_pass), anew=True)
 
 
-_KEPT = ("exp_avg", "exp_avg_sq", "average", "returned", "step")
+_SETTINGS = ("capturable", "foreach", "differentiable")
 
 
-def _slot_again(
-    states: States, parameter: Tensor, settings: tuple[object, ...], fit: Fit | None
-) -> Slot | None:
-    """The slot of a parameter that is as it was, with its new gradient; None if something is not."""
-    if fit is None or fit.settings != settings:
-        return None
-    grad, state = parameter.grad, states.get(parameter)
-    if (
-        state is not fit.state
-        or len(state) != fit.entries
-        or grad is None
-        or grad.layout != torch.strided
-        or grad.dtype != fit.dtype
-        or parameter.dtype != fit.dtype
-        or parameter.shape != fit.shape
-        or parameter.stride() != fit.stride
-        or grad.stride() != fit.stride
-    ):
-        return None
-    kept = tuple(map(state.get, _KEPT))
-    # Also the same tensor may have been given other memory, on another device.
-    if _addresses(parameter, kept) != fit.addresses:
-        return None
-    return Slot(parameter, grad, *kept)  # type: ignore[arg-type]
-
-
-def _fit(parameter: Tensor, slot: Slot, state: State, settings: tuple[object, ...]) -> Fit | None:
-    """What to remember; nothing of a parameter that is not plain, or whose gradient lies otherwise."""
-    plain = type(parameter.data) is Tensor and not parameter.is_complex() and not parameter.is_meta
-    if not plain or parameter.numel() == 0 or slot.grad.stride() != parameter.stride():
-        return None
-    kept = tuple(map(state.get, _KEPT))
-    return Fit(
-        shape=parameter.shape,
-        stride=parameter.stride(),
-        dtype=parameter.dtype,
-        state=state,
-        entries=len(state),
-        addresses=_addresses(parameter, kept),
-        settings=settings,
-    )
-
-
-def _addresses(parameter: Tensor, kept: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    return (parameter.data_ptr(), *[0 if tensor is None else tensor.data_ptr() for tensor in kept])
+def _path(group: dict[str, Any], parameters: list[Tensor], one_pass: bool) -> Path:
+    if one_pass:
+        return _one_pass_step_
+    return _foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
 
 
 def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int, i: int) -> Slot:
@@ -154,18 +96,22 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
     )
 
 
-def _check_capture(states: States, group: dict[str, Any], parameters: list[Tensor]) -> None:
-    if torch.compiler.is_compiling():
+def _check_capture(states: States, group: dict[str, Any], compiling: bool) -> None:
+    if compiling:
         return
-    supported = _get_capturable_supported_devices()
-    devices = {parameter.device.type for parameter in parameters}
-    if group["capturable"] and not devices <= set(supported):
-        raise RuntimeError(f"capturable=True needs parameters on one of {supported}; some are on {devices}")
+    if group["capturable"]:
+        supported = _get_capturable_supported_devices()
+        devices = {parameter.device.type for parameter in group["params"] if parameter.grad is not None}
+        if not devices <= set(supported):
+            raise RuntimeError(
+                f"capturable=True needs parameters on one of {supported}; some are on {devices}"
+            )
     # No stream captures before CUDA is initialized, and asking would initialize it.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         if not group["capturable"]:
             raise RuntimeError("capturing step() in a CUDA graph needs capturable=True in all groups")
-        if any("unseeded" in states.get(parameter, ("unseeded",)) for parameter in parameters):
+        moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if any("unseeded" in states.get(parameter, ("unseeded",)) for parameter in moving):
             raise RuntimeError("take one step before you capture: some averages are not taken yet")
 
 
@@ -191,13 +137,16 @@ class OnePass(NamedTuple):
     """A way over memory in one pass."""
 
     refusal: Callable[[Slot], str | None]
-    step_: Path
-    sums_of: Callable[[list[Slot]], list[float]] | None = None  # of second moments, where they cost no pass
+    step_: Callable[[Members, Recipe, Scalar], None]
+    """Counts are advanced before."""
+    energy_of: Callable[[Members, float, bool], Scalar | None]
+    """Of members, β₂ and capturable: the sum of v̂ over all of them, without those with a NaN or Inf;
+    None if none has stepped."""
 
 
 ONE_PASS = {
-    "cpu": OnePass(native.refusal, native.native_step_, native.sums_of),
-    "cuda": OnePass(fused.refusal, fused.fused_step_),
+    "cpu": OnePass(native.refusal, native.native_step_, native.energy_of),
+    "cuda": OnePass(fused.refusal, fused.fused_step_, fused.energy_of),
 }
 
 
@@ -208,36 +157,36 @@ def _refusal(slot: Slot) -> str | None:
     return ONE_PASS[kind].refusal(slot)
 
 
-def _one_pass_step_(slots: list[Slot], settings: Recipe, scale: Scalar) -> None:
-    by_kind: dict[str, list[Slot]] = {}
-    for slot in slots:
-        by_kind.setdefault(slot.live.device.type, []).append(slot)
-    for kind, members in by_kind.items():
-        ONE_PASS[kind].step_(members, settings, scale)
+def _one_pass_step_(members: Members, recipe: Recipe, scale: Scalar) -> None:
+    members.count_step()
+    for kind, part in members.by_device().items():
+        ONE_PASS[kind].step_(part, recipe, scale)
 
 
-def _loop_step_(slots: list[Slot], settings: Recipe, scale: Scalar) -> None:
-    for slot in slots:
-        pace_step_(slot, settings, scale)
+def _foreach_step_(members: Members, recipe: Recipe, scale: Scalar) -> None:
+    foreach_step_(members.slots(), recipe, scale)
+
+
+def _loop_step_(members: Members, recipe: Recipe, scale: Scalar) -> None:
+    for slot in members.slots():
+        pace_step_(slot, recipe, scale)
 
 
 def scale_before(states: States, works: list[Work]) -> Scalar:
     """The root mean square of √v̂ over all that this step will move, if a group asks for it."""
     if not any(work.group["gain"] == "scaled" and work.group["pullback_strength"] != 0 for work in works):
         return 1.0
-    known: dict[Tensor, float] = {}
+    energies: list[Scalar] = []
+    rest: list[tuple[Tensor, State, dict[str, Any]]] = []
+    elements = 0
     for work in works:
+        parameters, group = work.members.parameters, work.group
+        elements += sum(map(Tensor.numel, (slot.live for slot in work.members.rests)))
         if work.path is _one_pass_step_:
-            known |= _known_sums(work)
-    members = [(parameter, states[parameter], work.group) for work in works for parameter in work.parameters]
-    return model_scale(members, known)
-
-
-def _known_sums(work: Work) -> dict[Tensor, float]:
-    """Parameter → the sum of its second moment."""
-    found: dict[Tensor, float] = {}
-    for kind, way in ONE_PASS.items():
-        pairs = [(p, s) for p, s in zip(work.parameters, work.slots, strict=True) if p.device.type == kind]
-        if way.sums_of is not None and pairs:
-            found |= dict(zip([p for p, _ in pairs], way.sums_of([slot for _, slot in pairs]), strict=True))
-    return found
+            for kind, part in work.members.by_device().items():
+                energy = ONE_PASS[kind].energy_of(part, group["betas"][1], group["capturable"])
+                if energy is not None:
+                    energies.append(energy)
+        else:
+            rest += [(parameter, states[parameter], group) for parameter in parameters]
+    return model_scale(rest, energies, elements)

@@ -17,7 +17,7 @@ class Row(NamedTuple):
     model: str
     optimizer: str
     ms: float
-    """Median of a step, on the wall."""
+    """Median of a step: on a GPU the time that it is busy with it, when the host is ahead of it."""
     low: float
     """A tenth of the steps is quicker."""
     high: float
@@ -30,13 +30,18 @@ class Row(NamedTuple):
     """Bytes kept for a parameter, beside the weight."""
     temporary: float
     """The most that a step holds for a moment, bytes for a parameter."""
+    wall: float
+    """Median of a step, ms, from an idle device to an idle device: of small tensors, mostly the host's."""
+    wall_ratio: float
+    """To torch's fused AdamW, likewise."""
 
 
-def copy_bandwidth(device: str, elements: int = 2**26, rounds: int = 7) -> float:
+def copy_bandwidth(device: str, rounds: int = 7) -> float:
     """Bytes a second, reads and writes both counted, of copying one large tensor to another."""
+    elements = 2**28 if device == "cuda" else 2**26
     source, target = (torch.zeros(elements, device=device) for _ in range(2))
     target.copy_(source)
-    best = min(seconds(lambda: target.copy_(source), device) for _ in range(rounds))
+    best = min(busy_seconds(lambda: target.copy_(source), device, ahead=0.0) for _ in range(rounds))
     return 8 * elements / best
 
 
@@ -49,6 +54,21 @@ def seconds(step: Step, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def busy_seconds(step: Step, device: str, ahead: float) -> float:
+    """Of one call, without what the device waits for the host, which takes `ahead` seconds for it."""
+    if device != "cuda":
+        return seconds(step, device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    cycles = int(2e9 * min(2 * ahead + 1e-3, 0.2))  # the host gets its head start
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def temporary_bytes(step: Step, device: str) -> int:
@@ -87,9 +107,14 @@ def measure(
             step()
             step()
         times: dict[str, list[float]] = {each: [] for each in steps}
+        walls: dict[str, list[float]] = {each: [] for each in steps}
         for _ in range(rounds):
             for each, step in steps.items():
-                times[each].append(seconds(step, device))
+                if device == "cuda":
+                    walls[each].append(seconds(step, device))
+                times[each].append(busy_seconds(step, device, ahead=min(walls[each], default=0.0)))
+        if device != "cuda":
+            walls = times
         own = times[name]
         middle = statistics.median(own)
         tenths = statistics.quantiles(own, n=10, method="inclusive") if len(own) > 1 else own * 9
@@ -103,6 +128,8 @@ def measure(
             bandwidth=rival.traffic * count / middle / bandwidth,
             state=state_bytes(holders[name]) / count,
             temporary=temporary_bytes(steps[name], device) / count,
+            wall=1e3 * statistics.median(walls[name]),
+            wall_ratio=statistics.median(walls[name]) / statistics.median(walls[BASE]),
         )
         del steps, holders, step
         gc.collect()

@@ -1,0 +1,185 @@
+"""The parameters of a group that take part in a step, and how to see that they are as they were at the last.
+
+Most steps are like the one before, and to look at everything anew takes longer than to update a small tensor.
+"""
+
+from collections.abc import Iterable, MutableMapping
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.optim.rule import Slot
+from paceline.optim.state import State
+
+States = MutableMapping[Tensor, State]
+T = TypeVar("T")
+
+
+class Members(NamedTuple):
+    """Parameters that have a gradient."""
+
+    parameters: list[Tensor]
+    grads: list[Tensor]
+    addresses: list[int]
+    """Of the gradients."""
+    rests: list[Slot]
+    """Their slots, with live in place of the gradient."""
+    memo: dict[str, Any]
+    """What a path remembers of them, for as long as they are fit."""
+
+    @staticmethod
+    def of(parameters: list[Tensor], slots: list[Slot], one_pass: bool, memo: dict[str, Any]) -> "Members":
+        """Parameters and their slots. Only a path that makes one pass asks for addresses, which sharded
+        tensors do not have."""
+        grads = [slot.grad for slot in slots]
+        addresses = list(map(_address, grads)) if one_pass else []
+        # They are remembered, and a gradient must not be kept alive.
+        return Members(parameters, grads, addresses, [slot._replace(grad=slot.live) for slot in slots], memo)
+
+    def slots(self) -> list[Slot]:
+        """One for each."""
+        pairs = zip(self.rests, self.grads, strict=True)
+        return [Slot(slot[0], grad, *slot[2:]) for slot, grad in pairs]
+
+    def count_step(self) -> None:
+        """Advance the count of each by one."""
+        if "counts" in self.memo:
+            self.memo["counts"].add_(1)
+        else:
+            torch._foreach_add_([slot.step for slot in self.rests], 1)
+
+    def counts(self) -> list[float]:
+        """How many steps each has taken."""
+        if "counts" in self.memo:
+            found: list[float] = self.memo["counts"].tolist()
+            return found
+        return [slot.step.item() for slot in self.rests]
+
+    def by_device(self) -> "dict[str, Members]":
+        """Those on each kind of device."""
+        if "places" not in self.memo:
+            places: dict[str, list[int]] = {}
+            for i, slot in enumerate(self.rests):
+                places.setdefault(slot.live.device.type, []).append(i)
+            self.memo["places"] = places
+        places = self.memo["places"]
+        return {kind: self if len(places) == 1 else self._part(kind, own) for kind, own in places.items()}
+
+    def _part(self, kind: str, places: list[int]) -> "Members":
+        def own(column: list[T]) -> list[T]:
+            return [column[i] for i in places]
+
+        memo = self.memo.setdefault(kind, {})
+        grads, addresses = own(self.grads), own(self.addresses)
+        return Members(own(self.parameters), grads, addresses, own(self.rests), memo)
+
+
+def count_together(states: list[State], slots: list[Slot]) -> tuple[list[Slot], Tensor]:
+    """The slots with counts that are parts of one tensor, which one operation advances, and that tensor."""
+    counts = torch.stack([slot.step for slot in slots])
+    for state, count in zip(states, counts.unbind(), strict=True):
+        state["step"] = count
+    return [slot._replace(step=state["step"]) for slot, state in zip(slots, states, strict=True)], counts
+
+
+class Fit:
+    """A group of parameters that was fit for a step, and all by which to see that it still is."""
+
+    def __init__(
+        self, params: list[Tensor], states: list[State], members: Members, settings: tuple[object, ...]
+    ) -> None:
+        self._params = list(params)
+        self._parameters, self._rests, self._memo = members.parameters, members.rests, members.memo
+        taking_part = set(map(id, members.parameters))
+        self._idle = [parameter for parameter in params if id(parameter) not in taking_part]
+        self._states = states
+        self._kept = list(_values(states))
+        arrays = (value for state in states for key, value in state.items() if key != "step")
+        self._arrays = [*self._parameters, *(array for array in arrays if isinstance(array, Tensor))]
+        self._addresses = list(map(_address, self._arrays))
+        self._looks = _looks(members.grads)
+        self._settings = settings
+
+    @staticmethod
+    def can_be(parameters: list[Tensor], states: list[State], slots: list[Slot]) -> bool:
+        """Whether there is anything to remember: parameters are plain and gradients lie like them."""
+        return all(
+            type(parameter.data) is Tensor
+            and not parameter.is_complex()
+            and not parameter.is_meta
+            and slot.grad.stride() == parameter.stride()
+            and "unseeded" not in state
+            for parameter, state, slot in zip(parameters, states, slots, strict=True)
+        )
+
+    def again(self, params: list[Tensor], settings: tuple[object, ...]) -> Members | None:
+        """The members with their new gradients; None if anything is not as it was."""
+        if settings != self._settings or len(params) != len(self._params):
+            return None
+        if not all(map(is_, params, self._params)) or not self._are_where_they_were():
+            return None
+        grads: list[Any] = [parameter.grad for parameter in self._parameters]
+        try:
+            addresses = list(map(_address, grads))
+        except (TypeError, RuntimeError):  # there is none, or it is sparse
+            return None
+        if _looks(grads) != self._looks or any(parameter.grad is not None for parameter in self._idle):
+            return None
+        return Members(self._parameters, grads, addresses, self._rests, self._memo)
+
+    def _are_where_they_were(self) -> bool:
+        kept = list(_values(self._states))
+        if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
+            return False
+        # Also the same tensor may have been given other memory, on another device.
+        return list(map(_address, self._arrays)) == self._addresses
+
+
+class Fits:
+    """Those of an optimizer, a group each."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Fit] = {}
+        self._states: list[State] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def clear(self) -> None:
+        """Forget all, and the tensors that it keeps."""
+        self._groups.clear()
+        self._states.clear()
+
+    def look(self, states: States) -> None:
+        """Forget all, if a parameter has another state than it had."""
+        if len(states) != len(self._states) or not all(map(is_, states.values(), self._states)):
+            self.clear()
+
+    def again(self, number: int, params: list[Tensor], settings: tuple[object, ...]) -> Members | None:
+        """As `Fit.again`, for group `number`, which is forgotten if it is not as it was."""
+        fit = self._groups.get(number)
+        members = None if fit is None else fit.again(params, settings)
+        if members is None:
+            self._groups.pop(number, None)  # before there is anything new: it keeps memory
+        return members
+
+    def keep(self, number: int, fit: Fit, states: States) -> None:
+        """Remember a group as it is now."""
+        self._states = list(states.values())
+        self._groups[number] = fit
+
+
+_address = Tensor.data_ptr
+
+
+def _values(states: list[State]) -> Iterable[Tensor]:
+    return chain.from_iterable(map(dict.values, states))
+
+
+def _looks(grads: list[Tensor]) -> tuple[object, ...]:
+    """How large gradients are and how they lie, which is how their parameters do."""
+    lie_plainly = all(map(Tensor.is_contiguous, grads))
+    return [grad.nbytes for grad in grads], [] if lie_plainly else [grad.stride() for grad in grads]
