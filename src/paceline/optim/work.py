@@ -1,6 +1,7 @@
 """What a step has to do for one parameter group; whatever can be refused is refused here, before it."""
 
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,12 +9,22 @@ from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
 
 from paceline.optim import fused, native
-from paceline.optim.foreach import foreach_step_
+from paceline.optim.foreach import chunks, foreach_step_
 from paceline.optim.moments import model_scale
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, pace_step_
 from paceline.optim.sharded import whole
-from paceline.optim.state import State, allocate, conform, name_of, real
+from paceline.optim.state import (
+    State,
+    allocate,
+    average_of,
+    conform,
+    keep_average_,
+    keeps,
+    name_of,
+    real,
+    residual_key,
+)
 
 States = MutableMapping[Tensor, State]
 
@@ -56,7 +67,7 @@ def plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work
     known = fits.get(number, [])
     if compiling or len(known) != len(group["params"]):
         known = [None] * len(group["params"])
-    settings = (group["return_power"] is None, group["capturable"], one_pass)
+    settings = (group["return_power"] is None, group["capturable"], one_pass, group["average_dtype"])
     slots = []
     for i, parameter in members:
         slot = _slot_again(states, parameter, settings, known[i])
@@ -73,6 +84,8 @@ def plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work
         path = _one_pass_step_
     else:
         path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
+        if group["average_dtype"] != "float32":
+            path = partial(_residual_step_, path, [states[parameter] for parameter in parameters])
     return Work(group, parameters, slots, path)
 
 
@@ -108,6 +121,7 @@ def _slot_again(
 def _fit(parameter: Tensor, slot: Slot, state: State, settings: tuple[object, ...]) -> Fit | None:
     """What to remember; nothing of a parameter that is not plain, or whose gradient lies otherwise."""
     plain = type(parameter.data) is Tensor and not parameter.is_complex() and not parameter.is_meta
+    plain = plain and "average" in state
     if not plain or parameter.numel() == 0 or slot.grad.stride() != parameter.stride():
         return None
     kept = tuple(map(state.get, _KEPT))
@@ -148,10 +162,15 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
         grad=real(grad),
         exp_avg=real(state["exp_avg"]),
         exp_avg_sq=real(state["exp_avg_sq"]),
-        average=real(state["average"]),
-        returned=real(state["returned"]) if "returned" in state else None,
+        average=_held(state, "average"),
+        returned=_held(state, "returned") if keeps(state, "returned") else None,
         step=state["step"],
     )
+
+
+def _held(state: State, name: str) -> Tensor:
+    """An average, or the code that stands for it until `_residual_step_` comes to it."""
+    return real(state[name]) if name in state else state[residual_key(name)]
 
 
 def _check_capture(states: States, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -203,6 +222,11 @@ ONE_PASS = {
 
 def _refusal(slot: Slot) -> str | None:
     kind = slot.live.device.type
+    if slot.average.dtype in (torch.int8, torch.bfloat16):
+        return (
+            f"has an average that is kept as a residual in {slot.average.dtype}, which fused=True does not "
+            'support yet; leave fused out, or use average_dtype="float32"'
+        )
     if kind not in ONE_PASS:
         return f"is on {slot.live.device}; fused=True is for parameters on a CPU or a GPU with CUDA"
     return ONE_PASS[kind].refusal(slot)
@@ -219,6 +243,23 @@ def _one_pass_step_(slots: list[Slot], settings: Recipe, scale: Scalar) -> None:
 def _loop_step_(slots: list[Slot], settings: Recipe, scale: Scalar) -> None:
     for slot in slots:
         pace_step_(slot, settings, scale)
+
+
+def _residual_step_(
+    path: Path, states: list[State], slots: list[Slot], settings: Recipe, scale: Scalar
+) -> None:
+    """Any path on averages that are kept as residuals: decoded for it and encoded again, chunk by chunk."""
+    for chunk in chunks(zip(slots, states, strict=True), lambda pair: (pair[0].live, None)):
+        opened = []
+        for slot, state in chunk:
+            average = average_of(state, "average", slot.live)
+            returned = None if slot.returned is None else average_of(state, "returned", slot.live)
+            opened.append(slot._replace(average=average, returned=returned))
+        path(opened, settings, scale)
+        for slot, (_, state) in zip(opened, chunk, strict=True):
+            keep_average_(state, "average", slot.live, slot.average)
+            if slot.returned is not None:
+                keep_average_(state, "returned", slot.live, slot.returned)
 
 
 def scale_before(states: States, works: list[Work]) -> Scalar:
