@@ -85,6 +85,26 @@ ROWS = {
         lambda p, lr: PACE(p, lr=lr, gain="relative", pullback_strength=0.5, return_power=0.8, update_every=2)
     ),
     "PACE lookahead": Row(lambda p, lr: PACE(p, lr=lr, gap="lookahead", gain="paper", pullback_strength=3.0)),
+    "PACE bfloat16": Row(
+        lambda p, lr: PACE(p, lr=lr, average_dtype="bfloat16", gain="paper", pullback_strength=0.3),
+        dtypes=(torch.float32, torch.bfloat16),
+        refused=[
+            (lambda p: PACE(p, average_dtype="int4"), ValueError, "'float32', 'bfloat16', 'int8'"),
+            (lambda p: PACE(p, average_dtype="int8", differentiable=True), ValueError, "use one of the two"),
+        ],
+    ),
+    "PACE int8": Row(
+        lambda p, lr: PACE(
+            p,
+            lr=lr,
+            average_dtype="int8",
+            gain="relative",
+            pullback_strength=0.5,
+            return_power=0.8,
+            update_every=2,
+        ),
+        dtypes=(torch.float32, torch.bfloat16),
+    ),
     "Pullback SGD": Row(
         lambda p, lr: Pullback(optim.SGD(p, lr=lr), pullback_strength=0.5), lr=0.1, refused=WRAPPER_REFUSED
     ),
@@ -122,6 +142,10 @@ ROWS = {
         ],
     ),
     "Averages PACE": Row(lambda p, lr: many(PACE(p, lr=lr, gain="paper", pullback_strength=0.3))),
+    "Averages PACE int8": Row(
+        lambda p, lr: many(PACE(p, lr=lr, average_dtype="int8", gain="paper", pullback_strength=0.3)),
+        dtypes=(torch.float32, torch.bfloat16),
+    ),
     "Averages Pullback": Row(
         lambda p, lr: many(Pullback(optim.SGD(p, lr=lr), pullback_strength=0.5)), lr=0.1
     ),

@@ -46,6 +46,7 @@ _ADEMAMIX = "tests/optim/test_ademamix.py"
 _BATTERY = "tests/optim/test_battery.py"
 _WRAPPERS = "tests/optim/test_wrappers.py"
 _SCALED = "tests/optim/test_scaled.py"
+_STORAGE = "tests/optim/test_storage.py"
 
 _REFERENCE = f"{_RULE}::test_against_the_reference_over_200_steps"
 _GOLDEN = "tests/optim/test_golden.py"
@@ -797,35 +798,36 @@ STATE = [
     Mutant(
         "state-average-is-live",
         "state.py",
-        '"average": live.to(average_dtype(live), copy=True),',
-        '"average": live.to(average_dtype(live)),',
+        "return {name: live.to(average_dtype(live), copy=True)}",
+        "return {name: live.to(average_dtype(live))}",
         (_REFERENCE,),
     ),
     Mutant(
         "state-returned-is-the-average",
         "state.py",
-        'state["returned"] = state["average"].clone()\n    return state',
-        'state["returned"] = state["average"]\n    return state',
+        '        state |= seeded(live, name, group["average_dtype"])\n    return state',
+        '        state |= seeded(live, name, group["average_dtype"])\n'
+        '    return {**state, "returned": state["average"]} if "returned" in state else state',
         (_SECOND,),
     ),
     Mutant(
         "state-later-returned-is-the-average",
         "state.py",
-        '    elif "returned" not in state:\n        state["returned"] = state["average"].clone()',
-        '    elif "returned" not in state:\n        state["returned"] = state["average"]',
+        "return {new: state[old].clone() for old, new in pairs if old in state}",
+        "return {new: state[old] for old, new in pairs if old in state}",
         (f"{_LOADING}::test_a_return_power_set_or_unset_in_mid_run",),
     ),
     Mutant(
         "state-unset-returned-stays",
         "state.py",
-        '    if "returned" not in wanted:\n        state.pop("returned", None)',
+        '    if "returned" not in wanted:\n        _drop(state, "returned")',
         '    if "returned" not in wanted:\n        pass',
         (f"{_LOADING}::test_a_return_power_set_or_unset_in_mid_run",),
     ),
     Mutant(
         "state-control-average-shown",
         "state.py",
-        'return "returned" if "returned" in state else "average"',
+        'return "returned" if keeps(state, "returned") else "average"',
         'return "average"',
         (_SHOWN,),
     ),
@@ -978,8 +980,8 @@ STATE = [
     Mutant(
         "members-gradients-kept",
         "members.py",
-        "[slot._replace(grad=slot.live) for slot in slots], memo)",
-        "slots, memo)",
+        "[slot._replace(grad=slot.live) for slot in slots]",
+        "list(slots)",
         (_FITS,),
     ),
     Mutant(
@@ -1558,14 +1560,14 @@ LOADING = [
     Mutant(
         "loading-returned-from-the-control-average",
         "loading.py",
-        'if "returned" in wanted and "returned" not in state and "average" in state:',
-        'if "returned" in wanted and "average" in state:',
+        'if "returned" in wanted and not keeps(state, "returned") and keeps(state, "average"):',
+        'if "returned" in wanted and keeps(state, "average"):',
         (_SHOWN_ORDER,),
     ),
     Mutant(
         "loading-missing-returned-from-live",
         "loading.py",
-        'if "returned" in wanted and "returned" not in state and "average" in state:',
+        'if "returned" in wanted and not keeps(state, "returned") and keeps(state, "average"):',
         "if False:",
         (f"{_LOADING}::test_a_missing_returned_average_starts_from_the_control_average",),
     ),
@@ -1621,8 +1623,8 @@ LOADING = [
     Mutant(
         "loading-shape-of-live-unchecked",
         "loading.py",
-        '{*format.required, *wanted, "average", "returned", "live"} - {"step"}',
-        '{*format.required, *wanted, "average", "returned"} - {"step"}',
+        '*map(residual_key, both), "live"} - {"step"}',
+        '*map(residual_key, both)} - {"step"}',
         (_MISFIT, _LOADING, _CHECKPOINTS),
     ),
     Mutant(
@@ -1678,7 +1680,7 @@ LOADING = [
     Mutant(
         "loading-leftover-returned-taken",
         "loading.py",
-        '        never.add("returned")',
+        '        never.update(parts_of("returned"))',
         "        pass",
         (_DCP_LEFTOVERS,),
     ),
@@ -2508,6 +2510,128 @@ BASELINES = [
     ),
 ]
 
+STORAGE = [
+    Mutant(
+        "storage-shift-keeps-the-sign",
+        "storage.py",
+        "(x >> 15) & 0x1FFFF",
+        "(x >> 15)",
+        (f"{_STORAGE}::test_the_hash_is_its_formula_in_uint32",),
+    ),
+    Mutant(
+        "storage-every-step-rounds-alike",
+        "storage.py",
+        "(2 * step.to(torch.int64) + salt)",
+        "(0 * step.to(torch.int64) + salt)",
+        (f"{_STORAGE}::test_the_two_averages_and_all_steps_round_apart",),
+    ),
+    Mutant(
+        "storage-bfloat16-truncated",
+        "storage.py",
+        "noise.bitwise_and_(0xFFFF).add_",
+        "noise.bitwise_and_(0).add_",
+        (f"{_STORAGE}::test_bfloat16_is_right_on_the_mean",),
+    ),
+    Mutant(
+        "storage-bfloat16-to-nearest",
+        "storage.py",
+        "noise.bitwise_and_(0xFFFF).add_",
+        "noise.fill_(0x8000).add_",
+        (f"{_STORAGE}::test_the_average_of_weights_that_stand_still_does_not_stall",),
+    ),
+    Mutant(
+        "storage-bfloat16-overflows",
+        "storage.py",
+        ".clamp_(-_LARGEST, _LARGEST)",
+        "",
+        (f"{_STORAGE}::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
+    ),
+    Mutant(
+        "storage-nan-becomes-a-number",
+        "storage.py",
+        "codes.copy_(torch.where(finite, rounded, residual))",
+        "codes.copy_(rounded)",
+        (f"{_STORAGE}::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
+    ),
+    Mutant(
+        "storage-int8-to-nearest",
+        "storage.py",
+        ".to(torch.float32).mul_(2.0**-24)",
+        ".to(torch.float32).fill_(0.5)",
+        (f"{_STORAGE}::test_int8_is_right_on_the_mean",),
+    ),
+    Mutant(
+        "storage-infinite-block-is-finite",
+        "storage.py",
+        "    scale.masked_fill_(~scale.isfinite(), torch.nan)\n",
+        "",
+        (f"{_STORAGE}::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
+    ),
+    Mutant(
+        "storage-every-piece-starts-anew",
+        "storage.py",
+        "noise = hashes(start, piece",
+        "noise = hashes(0, piece",
+        (f"{_STORAGE}::test_the_codes_do_not_depend_on_how_many_are_made_at_once",),
+    ),
+    Mutant(
+        "storage-both-averages-round-alike",
+        "storage.py",
+        'SALTS = {"average": 0, "returned": 1}',
+        'SALTS = {"average": 0, "returned": 0}',
+        (f"{_STORAGE}::test_a_step_is_the_float32_step_on_the_decoded_average",),
+    ),
+    Mutant(
+        "storage-residual-of-the-average-itself",
+        "state.py",
+        "return live.detach() - residual.to(live.device)",
+        "return live.detach() + residual.to(live.device)",
+        (f"{_STORAGE}::test_after_300_steps_the_averages_are_those_of_the_reference",),
+    ),
+    Mutant(
+        "storage-loaded-group-wins",
+        "pace.py",
+        'ADAMW_ONLY_SETTINGS | {"average_dtype"}',
+        "ADAMW_ONLY_SETTINGS",
+        (f"{_STORAGE}::test_every_storage_loads_into_every_other",),
+    ),
+    Mutant(
+        "storage-saved-as-it-was-loaded",
+        "pace.py",
+        "        packed=_packed,\n",
+        "",
+        (f"{_STORAGE}::test_a_state_saved_before_any_step_is_of_the_storage_asked_for",),
+    ),
+    Mutant(
+        "storage-live-of-a-wrapper-overlooked",
+        "averaging.py",
+        "            return self._outer._live(tensor, self._outer._memory.get(tensor, {}))",
+        "            pass",
+        (f"{_STORAGE}::test_inside_a_wrapper_that_shows_another_average_ours_is_the_same",),
+    ),
+    Mutant(
+        "storage-lost-strides-guessed",
+        "loading.py",
+        'if (reason := lost_its_order(live, saved, key)) and saved["step"] > 0:',
+        "if False:",
+        (f"{_STORAGE}::test_codes_that_lost_their_strides_are_refused",),
+    ),
+    Mutant(
+        "storage-set-in-mid-run-unnoticed",
+        "work.py",
+        '_SETTINGS = ("average_dtype", ',
+        "_SETTINGS = (",
+        (f"{_STORAGE}::test_a_storage_set_in_mid_run",),
+    ),
+    Mutant(
+        "storage-leftovers-mixed",
+        "loading.py",
+        "        if plain in kept and packed[0] in kept:",
+        "        if False:",
+        (f"{_STORAGE}::test_dcp_between_two_storages",),
+    ),
+]
+
 MUTANTS = [
     *RULE,
     *FOREACH,
@@ -2520,4 +2644,5 @@ MUTANTS = [
     *PULLBACK,
     *AVERAGES,
     *BASELINES,
+    *STORAGE,
 ]

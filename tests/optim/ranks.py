@@ -203,6 +203,51 @@ def fsdp2_dcp(folder):
         assert_close(pace.state[p]["average"], expected, "seeded from the weights at load")
 
 
+def fsdp2_residuals(folder):
+    """bfloat16 residuals of sharded weights: near those of one process, shown and resumed to the bit."""
+    settings = {"lr": 1e-2, "gain": "paper", "pullback_strength": 0.3, "average_dtype": "bfloat16"}
+
+    def batches(model, optimizer, steps, share=slice(None)):
+        for step in steps:
+            x, y = (value.float()[share] for value in batch(step))
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+    alone = make_model().float()
+    expected = PACE(alone.parameters(), **settings)
+    batches(alone, expected, range(STEPS))
+    for foreach in (False, True):
+        model = shard(make_model().float())
+        optimizer = PACE(model.parameters(), foreach=foreach, **settings)
+        batches(model, optimizer, range(5), my_share())
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / f"dcp{foreach}")
+        batches(model, optimizer, range(5, STEPS), my_share())
+        ours, theirs = dict(optimizer.returned_averages()), dict(expected.returned_averages())
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            residual = optimizer.state[p]["average_residual"]
+            assert residual.placements == p.placements and residual.dtype == torch.bfloat16
+            assert torch.allclose(full(ours[p]), theirs[q], rtol=0, atol=1e-3)
+        before, shown = (
+            snapshot(optimizer),
+            {k: full(v) for k, v in averaged_state_dict(model, optimizer).items()},
+        )
+        with averaged_weights(optimizer):
+            assert all(torch.equal(full(p.detach()), shown[name]) for name, p in model.named_parameters())
+        assert_same(before, snapshot(optimizer))
+
+        again = shard(make_model(seed=4).float())
+        resumed = PACE(again.parameters(), foreach=foreach, **settings)
+        weights, state = get_state_dict(again, resumed)
+        loaded = {"model": weights, "optimizer": state}
+        dcp.load(loaded, checkpoint_id=folder / f"dcp{foreach}")
+        set_state_dict(again, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        batches(again, resumed, range(5, STEPS), my_share())
+        assert_same(snapshot(optimizer), snapshot(resumed))
+
+
 def unwritable(folder):
     """Rank 0 cannot write: every rank hears of it at once."""
     model = shard(make_model())

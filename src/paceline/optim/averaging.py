@@ -102,7 +102,15 @@ class Averaging(Optimizer, ABC):
         self._notice_stale_load()
         for tensor, state in self._remembered():
             if is_seeded(state):
-                yield tensor, self._average(name, tensor, state, state.get("live", tensor.detach()))
+                yield tensor, self._average(name, tensor, state, self._live(tensor, state))
+
+    def _live(self, tensor: Tensor, state: State) -> Tensor:
+        """Where the live weights are: in the parameter, or set aside by us or by what is around us."""
+        if "live" in state:
+            return state["live"]
+        if self._outer is not None:
+            return self._outer._live(tensor, self._outer._memory.get(tensor, {}))
+        return tensor.detach()
 
     def shows_average(self) -> bool:
         """Whether the parameters hold the average at present."""
@@ -309,14 +317,17 @@ def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     assert isinstance(optimizer, Averaging)
     if optimizer._inner is not None:
         _settle(optimizer._inner, state_dict)
-    prefix = optimizer.format.prefix
+    prefix, packed_by = optimizer.format.prefix, optimizer.format.packed
     moving = [prefix + key for key in ("live", "average", "returned")]
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        if packed[optimizer.format.hold] == "live":
-            continue
         for parameter, key in zip(group["params"], packed["params"], strict=True):
             entries = state_dict["state"].get(key, {})
-            if any(name.startswith(prefix) for name in entries):
+            if not any(name.startswith(prefix) for name in entries):
+                continue
+            if packed[optimizer.format.hold] != "live":
                 entries = {moving[0]: parameter.detach(), **entries}
                 copies = {k: entries[k].clone() for k in moving if k in entries}
-                state_dict["state"][key] = {**entries, **copies}
+                entries = {**entries, **copies}
+            if packed_by is not None:
+                entries = packed_by(optimizer._live(parameter, entries), entries, group)
+            state_dict["state"][key] = entries

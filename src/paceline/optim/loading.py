@@ -8,8 +8,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.optim.recipe import USUAL
-from paceline.optim.state import State, average_dtype, name_of, step_device
+from paceline.optim.recipe import USUAL, AverageDtype
+from paceline.optim.state import (
+    State,
+    copied,
+    keeps,
+    lost_its_order,
+    name_of,
+    parts_of,
+    residual_key,
+    scale_key,
+    seeded,
+    step_device,
+)
+from paceline.optim.storage import scales_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +44,9 @@ class Format:
     on_device: bool = True
     """Whether steps may be counted on the device, for capture in a CUDA graph."""
     ignored: frozenset[str] = frozenset()
-    """Settings of others that are of no use here."""
+    """Settings that are not taken from a saved state."""
+    packed: Callable[[Tensor, State, dict[str, Any]], State] | None = None
+    """The state of a parameter with these live weights as it is saved; None: as it is."""
 
     @property
     def hold(self) -> str:
@@ -73,7 +87,8 @@ def admit(
         format.check(settings)
         groups.append(settings)
         wanted = format.wanted(settings)
-        shaped = {*format.required, *wanted, "average", "returned", "live"} - {"step"}
+        both = ("average", "returned")
+        shaped = {*format.required, *wanted, *both, *map(residual_key, both), "live"} - {"step"}
         if format.ignored:
             _note_of_other_updates(notes, saved)
         for i, (parameter, key) in enumerate(zip(own["params"], saved["params"])):
@@ -85,7 +100,7 @@ def admit(
                     check_loadable(parameter, entry.own, name, format, shaped)
                     _check_live(entry.own, saved, memory.get(parameter, {}), name, format)
                 if parameter.requires_grad and (not entry.own or entry.own["step"] > 0):
-                    for average in (key for key in wanted if key not in entry.own):
+                    for average in (key for key in wanted if not keeps(entry.own, key)):
                         without.setdefault(average, []).append(name)
     _note_of_missing(notes, without)
     # What torch refuses next (another number of groups or parameters) must reach it unchanged.
@@ -115,6 +130,8 @@ def check_loadable(live: Tensor, saved: dict[str, Any], name: str, format: Forma
                 f"the saved {key} of {name} has shape {tuple(saved[key].shape)}, the parameter has "
                 f"{tuple(live.shape)}; nothing was loaded"
             )
+    for key in ("average", "returned"):
+        _check_residual(live, saved, key, name)
     step = saved["step"]
     # Above 256 (2048), counting in bfloat16 (float16) stands still: the true step is lost.
     if isinstance(step, Tensor) and step.dtype in (torch.bfloat16, torch.float16) and step >= 256:
@@ -124,8 +141,34 @@ def check_loadable(live: Tensor, saved: dict[str, Any], name: str, format: Forma
         )
 
 
-def take_in(live: Tensor, own: dict[str, Any], group: dict[str, Any], format: Format) -> dict[str, Any]:
-    """The saved values in their saved precision, copied: two optimizers never share a tensor."""
+def _check_residual(live: Tensor, saved: dict[str, Any], key: str, name: str) -> None:
+    codes, scale = saved.get(residual_key(key)), saved.get(scale_key(key))
+    if codes is None:
+        return
+    found = None if scale is None else tuple(scale.shape)
+    expected = (scales_of(live.numel()),) if codes.dtype == torch.int8 else None
+    if codes.dtype not in (torch.int8, torch.bfloat16) or found != expected:
+        raise ValueError(
+            f"the saved {residual_key(key)} of {name} is {codes.dtype}, with a {scale_key(key)} of shape "
+            f"{found}; PACE keeps bfloat16 without one, or int8 with one of shape "
+            f"({scales_of(live.numel())},). Nothing was loaded"
+        )
+    if (reason := lost_its_order(live, saved, key)) and saved["step"] > 0:
+        raise ValueError(f"{name} {reason}; nothing was loaded")
+
+
+def take_in(
+    live: Tensor,
+    own: dict[str, Any],
+    group: dict[str, Any],
+    format: Format,
+    storage: AverageDtype = "float32",
+) -> dict[str, Any]:
+    """The saved values in their saved precision, copied: two optimizers never share a tensor.
+
+    They also keep their storage until the next step, for the live weights may not be loaded yet. `storage`
+    is for averages that the saved state lacks.
+    """
     wanted = format.wanted(group)
     # In a namespace of its own, what is not wanted is of an average that is no longer kept.
     ours = (*wanted, *format.scalars, "unseeded") if format.prefix else own
@@ -138,11 +181,11 @@ def take_in(live: Tensor, own: dict[str, Any], group: dict[str, Any], format: Fo
     count = step.detach() if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float64)
     device = step_device(live, group if format.on_device else {})
     state["step"] = count.to(device, torch.float64, copy=True)
-    if "returned" in wanted and "returned" not in state and "average" in state:
-        state["returned"] = state["average"].clone()
+    if "returned" in wanted and not keeps(state, "returned") and keeps(state, "average"):
+        state.update(copied(state, "average", "returned"))
     for key in wanted:
-        if key not in state:
-            state[key] = live.detach().to(average_dtype(live), copy=True)
+        if not keeps(state, key):
+            state.update(seeded(live, key, storage))
             state["unseeded"] = torch.tensor(True)
     return {key: state[key] for key in sorted(state)}
 
@@ -159,8 +202,18 @@ def _without_leftovers(own: dict[str, Any], saved: dict[str, Any], format: Forma
     if saved.get(format.hold) == "live":
         never.add("live")
     if "return_power" in saved and saved["return_power"] is None:
-        never.add("returned")
-    return {k: v for k, v in own.items() if k not in never and not (isinstance(v, dict) and not v)}
+        never.update(parts_of("returned"))
+    kept = {k: v for k, v in own.items() if k not in never and not (isinstance(v, dict) and not v)}
+    # Of two storages, the one that its group names; a state that is saved has no other.
+    for name in ("average", "returned"):
+        plain, *packed = parts_of(name)
+        if plain in kept and packed[0] in kept:
+            for key in packed if saved.get("average_dtype", "float32") == "float32" else (plain,):
+                kept.pop(key, None)
+        # int8 codes and their scale in the place of bfloat16, or the other way round, are told by the codes.
+        if packed[0] in kept and kept[packed[0]].dtype != torch.int8:
+            kept.pop(packed[1], None)
+    return kept
 
 
 def _check_live(

@@ -27,7 +27,7 @@ from paceline.optim.rule import (
     stays_on_device,
 )
 from paceline.optim.sharded import local
-from paceline.optim.state import average_dtype, real
+from paceline.optim.state import average_dtype, average_of, real
 
 # --- Before the step ------------------------------------------------------------------------------
 
@@ -44,6 +44,13 @@ class Member(NamedTuple):
     def own(self, key: str) -> Tensor | None:
         """What the averaging keeps of it under that key."""
         return self.state.get(self.optimizer.format.prefix + key)
+
+    def average(self) -> Tensor | None:
+        """The control average, in whatever way it is kept."""
+        average, residual = self.own("average"), self.own("average_residual")
+        if average is not None or residual is None or residual.shape != self.parameter.shape:
+            return average
+        return average_of(self.state, "average", self.parameter)
 
     def live(self) -> Tensor:
         return real(local(self.parameter.detach()))
@@ -100,7 +107,7 @@ def look(member: Member, scale: Scalar) -> Before:
 
 def _average(member: Member, live: Tensor) -> Tensor:
     """A copy of the average that the step will start from."""
-    average = member.own("average")
+    average = member.average()
     # The step will make an average that does not fit anew, or refuse it.
     if average is None or average.shape != member.parameter.shape or average.is_meta:
         return live
@@ -235,7 +242,7 @@ def _pulls_(gaps: list[Tensor], chunk: list[Watched], ats: list[At], recipe: Rec
 
 
 def _ratios(chunk: list[Watched], ats: list[At], recipe: Recipe) -> list[Tensor]:
-    averages = [real(average) for member, _ in chunk if (average := member.own("average")) is not None]
+    averages = [entry.before.average for entry in chunk]
     if recipe.gain == "uniform":
         values, denominators = averages, [torch.empty_like(average) for average in averages]
     else:
@@ -261,7 +268,7 @@ def _lookahead(entry: Watched, gain: Tensor, rate: Scalar) -> Tensor:
     at gain 1. From new = (1 − rate) · old + rate · raw follows new − raw = (1/rate − 1)(old − new), but
     with a rounding error that grows as 1/rate.
     """
-    average, old = entry.member.own("average"), entry.before.average
+    average, old = entry.member.average(), entry.before.average
     assert average is not None
     new, live = real(local(average)), entry.member.live()
     return torch.where(gain < 0.5, gain / (1 - gain) * (new - live), gain * (1 / rate - 1) * (old - new))

@@ -22,6 +22,7 @@ class Members(NamedTuple):
     """Parameters that have a gradient."""
 
     parameters: list[Tensor]
+    states: list[State]
     grads: list[Tensor]
     addresses: list[int]
     """Of the gradients."""
@@ -31,13 +32,20 @@ class Members(NamedTuple):
     """What a path remembers of them, for as long as they are fit."""
 
     @staticmethod
-    def of(parameters: list[Tensor], slots: list[Slot], one_pass: bool, memo: dict[str, Any]) -> "Members":
-        """Parameters and their slots. Only a path that makes one pass asks for addresses, which sharded
-        tensors do not have."""
+    def of(
+        parameters: list[Tensor],
+        states: list[State],
+        slots: list[Slot],
+        one_pass: bool,
+        memo: dict[str, Any],
+    ) -> "Members":
+        """Parameters, their states and slots. Only a path that makes one pass asks for addresses, which
+        sharded tensors do not have."""
         grads = [slot.grad for slot in slots]
         addresses = list(map(_address, grads)) if one_pass else []
         # They are remembered, and a gradient must not be kept alive.
-        return Members(parameters, grads, addresses, [slot._replace(grad=slot.live) for slot in slots], memo)
+        rests = [slot._replace(grad=slot.live) for slot in slots]
+        return Members(parameters, states, grads, addresses, rests, memo)
 
     def slots(self) -> list[Slot]:
         """One for each."""
@@ -74,7 +82,7 @@ class Members(NamedTuple):
 
         memo = self.memo.setdefault(kind, {})
         grads, addresses = own(self.grads), own(self.addresses)
-        return Members(own(self.parameters), grads, addresses, own(self.rests), memo)
+        return Members(own(self.parameters), own(self.states), grads, addresses, own(self.rests), memo)
 
 
 def count_together(states: list[State], slots: list[Slot]) -> tuple[list[Slot], Tensor]:
@@ -88,14 +96,12 @@ def count_together(states: list[State], slots: list[Slot]) -> tuple[list[Slot], 
 class Fit:
     """A group of parameters that was fit for a step, and all by which to see that it still is."""
 
-    def __init__(
-        self, params: list[Tensor], states: list[State], members: Members, settings: tuple[object, ...]
-    ) -> None:
+    def __init__(self, params: list[Tensor], members: Members, settings: tuple[object, ...]) -> None:
         self._params = list(params)
         self._parameters, self._rests, self._memo = members.parameters, members.rests, members.memo
         taking_part = set(map(id, members.parameters))
         self._idle = [parameter for parameter in params if id(parameter) not in taking_part]
-        self._states = states
+        self._states = states = members.states
         self._kept = list(_values(states))
         arrays = (value for state in states for key, value in state.items() if key != "step")
         self._arrays = [*self._parameters, *(array for array in arrays if isinstance(array, Tensor))]
@@ -128,7 +134,7 @@ class Fit:
             return None
         if _looks(grads) != self._looks or any(parameter.grad is not None for parameter in self._idle):
             return None
-        return Members(self._parameters, grads, addresses, self._rests, self._memo)
+        return Members(self._parameters, self._states, grads, addresses, self._rests, self._memo)
 
     def _are_where_they_were(self) -> bool:
         kept = list(_values(self._states))

@@ -13,9 +13,24 @@ from paceline.optim import recipe, weights
 from paceline.optim.averaging import Averaging
 from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
 from paceline.optim.members import Fits
-from paceline.optim.recipe import Gain, Gap, Recipe
-from paceline.optim.state import State, allocate, averages_of, is_expanded, name_of, returned_key
+from paceline.optim.recipe import AverageDtype, Gain, Gap, Recipe
+from paceline.optim.state import (
+    State,
+    allocate,
+    average_of,
+    averages_of,
+    is_expanded,
+    kept_as,
+    name_of,
+    returned_key,
+    storage_refusal,
+)
 from paceline.optim.work import all_finite, plan_all, scale_before
+
+
+def _packed(live: Tensor, state: State, group: dict[str, Any]) -> State:
+    """As its group says, also where a load left it otherwise and no step has turned it yet."""
+    return kept_as(group["average_dtype"], live, state, averages_of(group))
 
 
 @final
@@ -61,6 +76,10 @@ class PACE(Averaging):
         return_power: a second average with this power is kept and is the one that is shown, exported
             and returned; it never influences training. None: 0.7 for "scaled". Otherwise, where it equals
             ema_power, and with strength 0, there is only one average.
+        average_dtype: how averages are kept, for memory: "float32" as they are, 4 bytes a weight each;
+            "bfloat16" (2) and "int8" (1.03) as live − average, rounded at random (docs/storage.md). Whoever
+            then changes live weights from outside moves their averages along. A loaded state is turned
+            into what is asked for here.
         skip_nonfinite: skip the whole step if any gradient has a NaN or Inf (one host read a step).
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
         fused: True makes the update in one pass over memory. On a CPU, for float32, by a function in C that
@@ -82,7 +101,9 @@ class PACE(Averaging):
         reads="PACE loads its own states and those of torch.optim.AdamW",
         check=recipe.check,
         wanted=averages_of,
-        ignored=ADAMW_ONLY_SETTINGS,
+        # How averages are kept is for the optimizer at hand to say: whatever is loaded is turned into that.
+        ignored=ADAMW_ONLY_SETTINGS | {"average_dtype"},
+        packed=_packed,
     )
 
     def __init__(
@@ -102,6 +123,7 @@ class PACE(Averaging):
         max_gain: float = 1.0,
         gap: Gap = "pre",
         return_power: float | None = None,
+        average_dtype: AverageDtype = "float32",
         skip_nonfinite: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -123,6 +145,7 @@ class PACE(Averaging):
             "max_gain": max_gain,
             "gap": gap,
             "return_power": return_power,
+            "average_dtype": average_dtype,
             "skip_nonfinite": skip_nonfinite,
             "foreach": foreach,
             "fused": fused,
@@ -147,12 +170,15 @@ class PACE(Averaging):
         group = self.param_groups[-1]
         group["parameters_hold"] = self.param_groups[0]["parameters_hold"]
         for i, parameter in enumerate(group["params"]):
+            reason = storage_refusal(parameter, group["average_dtype"])
             if not is_lazy(parameter) and is_expanded(parameter):
-                self.param_groups.pop()
-                raise ValueError(
-                    f"{name_of(group, len(self.param_groups), i)} is an expanded tensor (strides "
-                    f"{parameter.stride()}): several elements share one memory; clone it first"
+                reason = (
+                    f"is an expanded tensor (strides {parameter.stride()}): several elements share one "
+                    "memory; clone it first"
                 )
+            if reason:
+                self.param_groups.pop()
+                raise ValueError(f"{name_of(group, len(self.param_groups), i)} {reason}")
         # Frozen parameters get their state when they are thawed: beside adapters they are most of a model.
         for parameter in group["params"]:
             if parameter.requires_grad and not is_lazy(parameter):
@@ -208,18 +234,26 @@ class PACE(Averaging):
         self.state = defaultdict(dict, memory)
 
     def _average(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor:
-        return state[returned_key(state)]
+        return average_of(state, returned_key(state), live)
 
     def _show(self, name: str, parameter: Tensor, state: State) -> None:
-        weights.show_average_(parameter, state, returned_key(state))
+        key = returned_key(state)
+        if key in state:
+            weights.show_average_(parameter, state, key)
+        else:
+            weights.show_computed_(parameter, state, average_of(state, key, parameter))
 
     def _hide(self, parameter: Tensor, state: State) -> None:
-        weights.show_live_(parameter, state, returned_key(state))
+        key = returned_key(state)
+        if key in state:
+            weights.show_live_(parameter, state, key)
+        else:
+            weights.show_kept_(parameter, state)
 
     def _take_groups(self, saved: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
         self.param_groups = groups
 
     def _take_in(self, parameter: Tensor, saved: Saved | None, group: dict[str, Any]) -> State | None:
         if saved is not None:
-            return take_in(parameter, saved.own, group, self.format)
+            return take_in(parameter, saved.own, group, self.format, group["average_dtype"])
         return allocate(parameter, group) if parameter.requires_grad and not is_lazy(parameter) else None

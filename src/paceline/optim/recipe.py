@@ -10,6 +10,7 @@ from paceline.optim.checks import is_number, require
 
 Gain = Literal["paper", "uniform", "relative", "scaled"]
 Gap = Literal["pre", "lookahead"]
+AverageDtype = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +166,7 @@ def _check_switches(group: dict[str, Any]) -> None:
         require(isinstance(group[name], bool), f"{name} value", group[name], "True or False")
     require(group["foreach"] in (None, True, False), "foreach value", group["foreach"], "None, True, False")
     _check_fused(group)
+    _check_storage(group)
     if group["foreach"] and group["differentiable"]:
         raise ValueError("foreach=True does not support differentiable=True; use foreach=False")
     if group["skip_nonfinite"] and group["capturable"]:
@@ -185,6 +187,16 @@ def _check_fused(group: dict[str, Any]) -> None:
         raise ValueError(
             'fused=True goes over the weights once, and gain="relative" needs a mean of each tensor first; '
             'use gain="scaled", or leave fused out'
+        )
+
+
+def _check_storage(group: dict[str, Any]) -> None:
+    kept, allowed = group["average_dtype"], get_args(AverageDtype)
+    require(kept in allowed, "average_dtype value", kept, ", ".join(map(repr, allowed)))
+    if kept != "float32" and group["differentiable"]:
+        raise ValueError(
+            f"average_dtype={kept!r} rounds at random, which has no derivative for differentiable=True; "
+            "use one of the two"
         )
 
 

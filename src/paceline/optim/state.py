@@ -4,12 +4,20 @@ step        () float64   this parameter's own optimizer steps
 exp_avg     like live    first moment            exp_avg_sq  like live    second moment
 average     ≥ float32    control average         returned    ≥ float32    only with return_power
 live        like live    only while the parameter shows its average: the weights to go on from
+
+With average_dtype="bfloat16" or "int8", instead of an average, what live has beyond it (storage.py):
+average_residual, returned_residual   like live, in that precision
+average_scale, returned_scale         (blocks,) float32, only with int8
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from paceline.optim.recipe import AverageDtype
+from paceline.optim.sharded import local, mesh_of
+from paceline.optim.storage import SALTS, STORAGES, decode, encode_, scales_of
 
 State = dict[str, Tensor]
 
@@ -33,7 +41,131 @@ def averages_of(group: dict[str, Any]) -> tuple[str, ...]:
 
 def returned_key(state: State) -> str:
     """Which of the two averages is the one that is evaluated and returned."""
-    return "returned" if "returned" in state else "average"
+    return "returned" if keeps(state, "returned") else "average"
+
+
+# --- Averages in any storage ------------------------------------------------------------------------
+
+
+def residual_key(name: str) -> str:
+    return f"{name}_residual"
+
+
+def scale_key(name: str) -> str:
+    return f"{name}_scale"
+
+
+def parts_of(name: str) -> tuple[str, str, str]:
+    """The entries that an average may be kept in: the first alone, or the second, or the second and third."""
+    return name, residual_key(name), scale_key(name)
+
+
+def keeps(state: State, name: str) -> bool:
+    """Whether there is such an average, in whatever storage."""
+    return name in state or residual_key(name) in state
+
+
+def storage_of(state: State, name: str) -> AverageDtype:
+    """How an average that is there is kept: after a load, not always as its group says."""
+    if name in state:
+        return "float32"
+    return "int8" if state[residual_key(name)].dtype == torch.int8 else "bfloat16"
+
+
+def average_of(state: State, name: str, live: Tensor) -> Tensor:
+    """An average of a parameter with these live weights: the one kept, or made now. At least float32."""
+    if name in state:
+        return state[name]
+    residual = decode(state[residual_key(name)], state.get(scale_key(name)))
+    return live.detach() - residual.to(live.device)
+
+
+def keep_average_(state: State, name: str, live: Tensor, average: Tensor) -> None:
+    """Write an average that `average_of` made and a step has moved, beside the live weights it left."""
+    codes = local(state[residual_key(name)])
+    residual = torch.empty_like(codes, dtype=torch.float32)
+    torch.sub(local(live.detach()), local(average), out=residual)
+    encode_(codes, state.get(scale_key(name)), residual, state["step"], SALTS[name])
+
+
+def kept_as(storage: AverageDtype, live: Tensor, state: State, wanted: tuple[str, ...]) -> State:
+    """The state with its averages in that storage; itself, if they are."""
+    others = [name for name in wanted if keeps(state, name) and not _is_kept_as(storage, live, state, name)]
+    if not others:
+        return state
+    parts = {part for name in others for part in parts_of(name)}
+    new = {key: value for key, value in state.items() if key not in parts}
+    for name in others:
+        average = average_of(state, name, live).to(live.device)
+        if storage == "float32":
+            new[name] = average
+        else:
+            new |= seeded(live, name, storage)
+            keep_average_(new, name, live, average)
+    return {key: new[key] for key in sorted(new)}
+
+
+def _is_kept_as(storage: AverageDtype, live: Tensor, state: State, name: str) -> bool:
+    kept = storage_of(state, name)
+    return kept == storage and (kept != "int8" or _lie_alike(state[residual_key(name)], live))
+
+
+def lost_its_order(live: Tensor, state: State, name: str) -> str | None:
+    """Why nobody knows which scale belongs to which int8 code, in words that follow the parameter's name.
+
+    Blocks are neighbours in memory, and some file formats keep no strides: what is contiguous beside a
+    parameter that is not may have been otherwise.
+    """
+    codes = state.get(residual_key(name))
+    if codes is None or codes.dtype != torch.int8 or not codes.is_contiguous() or _lie_alike(codes, live):
+        return None
+    return (
+        f"is not contiguous (strides {live.stride()}) but its int8 {residual_key(name)} is, so that its "
+        "blocks, which are neighbours in memory, cannot be told; save with torch.save, which keeps strides, "
+        "and set the memory format before the first step"
+    )
+
+
+def _lie_alike(codes: Tensor, live: Tensor) -> bool:
+    """Whether elements lie in the same order in memory, but for gaps."""
+    if codes.stride() == live.stride() or codes.shape != live.shape:
+        return True
+    dense = torch.empty_like(live, device="meta", memory_format=torch.preserve_format)
+    strides = zip(codes.shape, codes.stride(), dense.stride(), strict=True)
+    return codes.numel() == 0 or all(a == b for size, a, b in strides if size > 1)
+
+
+def seeded(live: Tensor, name: str, storage: AverageDtype = "float32") -> State:
+    """The entries of an average that is live."""
+    live = live.detach()
+    if storage == "float32":
+        return {name: live.to(average_dtype(live), copy=True)}
+    codes = torch.zeros_like(live, dtype=STORAGES[storage].dtype, memory_format=torch.preserve_format)
+    if storage == "bfloat16":
+        return {residual_key(name): codes}
+    scale = torch.zeros(scales_of(live.numel()), dtype=torch.float32, device=live.device)
+    return {residual_key(name): codes, scale_key(name): scale}
+
+
+def storage_refusal(live: Tensor, storage: AverageDtype) -> str | None:
+    """Why an average cannot be kept so, in words that follow the parameter's name; None if it can."""
+    if storage == "float32":
+        return None
+    # Who trains in float64 asked for more digits than a residual keeps; complex weights have no one size.
+    if live.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return (
+            f"is {live.dtype}; average_dtype={storage!r} is for float32, bfloat16 and float16 parameters; "
+            'give it a group with average_dtype="float32"'
+        )
+    if storage == "int8" and mesh_of(live) is not None:
+        return (
+            "is sharded over several ranks, which would cut the blocks of average_dtype='int8'; use "
+            "average_dtype='bfloat16'"
+        )
+    return None
+
+
+# --- The state of a parameter -----------------------------------------------------------------------
 
 
 def allocate(live: Tensor, group: dict[str, Any]) -> State:
@@ -43,10 +175,9 @@ def allocate(live: Tensor, group: dict[str, Any]) -> State:
         "step": torch.zeros((), dtype=torch.float64, device=step_device(live, group)),
         "exp_avg": torch.zeros_like(live, memory_format=torch.preserve_format),
         "exp_avg_sq": torch.zeros_like(live, memory_format=torch.preserve_format),
-        "average": live.to(average_dtype(live), copy=True),
     }
-    if group["return_power"] is not None:
-        state["returned"] = state["average"].clone()
+    for name in averages_of(group):
+        state |= seeded(live, name, group["average_dtype"])
     return state
 
 
@@ -74,36 +205,68 @@ def take_averages(live: Tensor, state: State, keys: tuple[str, ...]) -> None:
     for key in keys:
         if key in state and state[key].shape == live.shape and not state[key].is_meta:
             state[key].copy_(live)
+        for part in parts_of(key)[1:]:
+            if part in state:
+                state[part].zero_()
 
 
 def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: int) -> None:
-    """Make the state fit a parameter that was moved, cast or replaced, and a return_power set, since.
+    """Make the state fit a parameter that was moved, cast or replaced, and settings changed, since.
 
     `number` and `i` say which parameter of which group it is, for messages.
     """
     name = name_of(group, number, i)
+    storage: AverageDtype = group["average_dtype"]
+    if reason := storage_refusal(live, storage):
+        raise RuntimeError(f"{name} {reason}")
     if _is_misfit(live, state, "exp_avg", name):
+        for key in ("average", "returned"):
+            _drop(state, key)
         state.update(allocate(live, group))
-    if "average" not in state:  # AdamW's state, carried over by hand
-        state["average"] = live.detach().to(average_dtype(live), copy=True)
+    if not keeps(state, "average"):  # AdamW's state, carried over by hand
+        state.update(seeded(live, "average", storage))
     for key in ("exp_avg", "exp_avg_sq"):
         _convert(state, key, live.device, live.dtype)
     conform_averages(live, state, group, averages_of(group), name)
+    for key in averages_of(group):
+        if (reason := lost_its_order(live, state, key)) and is_seeded(state):
+            raise RuntimeError(f"{name} {reason}")
+    kept = kept_as(storage, live, state, averages_of(group))
+    if kept is not state:
+        state.clear()
+        state.update(kept)
 
 
 def conform_averages(
     live: Tensor, state: State, group: dict[str, Any], wanted: tuple[str, ...], name: str
 ) -> None:
-    """Likewise for the averages alone."""
+    """Likewise for the averages alone, in the storage that they have."""
     if "returned" not in wanted:
-        state.pop("returned", None)
-    elif "returned" not in state:
-        state["returned"] = state["average"].clone()
+        _drop(state, "returned")
+    elif not keeps(state, "returned"):
+        state.update(copied(state, "average", "returned"))
     for key in wanted:
-        if _is_misfit(live, state, key, name):
-            state[key] = live.detach().to(average_dtype(live), copy=True)
-        _convert(state, key, live.device, average_dtype(live))
+        storage = storage_of(state, key)
+        main = key if storage == "float32" else residual_key(key)
+        if _is_misfit(live, state, main, name):
+            state.update(seeded(live, key, storage))
+        if storage == "float32":
+            _convert(state, key, live.device, average_dtype(live))
+        else:
+            for part in state.keys() & set(parts_of(key)):
+                _convert(state, part, live.device, state[part].dtype)
     _convert(state, "step", step_device(live, group), torch.float64)
+
+
+def copied(state: State, name: str, to: str) -> State:
+    """The entries of one average as those of another."""
+    pairs = zip(parts_of(name), parts_of(to), strict=True)
+    return {new: state[old].clone() for old, new in pairs if old in state}
+
+
+def _drop(state: State, name: str) -> None:
+    for part in parts_of(name):
+        state.pop(part, None)
 
 
 def _is_misfit(live: Tensor, state: State, key: str, name: str) -> bool:

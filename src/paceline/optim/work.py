@@ -1,6 +1,7 @@
 """What a step has to do for one parameter group; whatever can be refused is refused here, before it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,13 +9,23 @@ from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
 
 from paceline.optim import fused, native
-from paceline.optim.foreach import foreach_step_
+from paceline.optim.foreach import chunks, foreach_step_
 from paceline.optim.members import Fit, Fits, Members, States, count_together
 from paceline.optim.moments import model_scale
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, pace_step_
 from paceline.optim.sharded import whole
-from paceline.optim.state import State, allocate, conform, name_of, real
+from paceline.optim.state import (
+    State,
+    allocate,
+    average_of,
+    conform,
+    keep_average_,
+    keeps,
+    name_of,
+    real,
+    residual_key,
+)
 
 Path = Callable[[Members, Recipe, Scalar], None]
 
@@ -49,23 +60,24 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
             if reason := _refusal(slot):
                 raise RuntimeError(f"{name_of(group, number, i)} {reason}")
     memo: dict[str, Any] = {}
-    own = [] if compiling else [states[parameter] for parameter in parameters]
-    fit = bool(own) and Fit.can_be(parameters, own, slots)
+    own = [states[parameter] for parameter in parameters]
+    fit = bool(own) and not compiling and Fit.can_be(parameters, own, slots)
     if fit and one_pass and not group["capturable"]:
         slots, memo["counts"] = count_together(own, slots)
-    members = Members.of(parameters, slots, one_pass, memo)
+    members = Members.of(parameters, own, slots, one_pass, memo)
     if fit:
-        fits.keep(number, Fit(group["params"], own, members, settings), states)
+        fits.keep(number, Fit(group["params"], members, settings), states)
     return Work(group, members, _path(group, parameters, one_pass), anew=True)
 
 
-_SETTINGS = ("capturable", "foreach", "differentiable")
+_SETTINGS = ("average_dtype", "capturable", "foreach", "differentiable")
 
 
 def _path(group: dict[str, Any], parameters: list[Tensor], one_pass: bool) -> Path:
     if one_pass:
         return _one_pass_step_
-    return _foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
+    path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
+    return partial(_plain_step_ if group["average_dtype"] == "float32" else _residual_step_, path)
 
 
 def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int, i: int) -> Slot:
@@ -90,10 +102,15 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
         grad=real(grad),
         exp_avg=real(state["exp_avg"]),
         exp_avg_sq=real(state["exp_avg_sq"]),
-        average=real(state["average"]),
-        returned=real(state["returned"]) if "returned" in state else None,
+        average=_held(state, "average"),
+        returned=_held(state, "returned") if keeps(state, "returned") else None,
         step=state["step"],
     )
+
+
+def _held(state: State, name: str) -> Tensor:
+    """An average, or the code that stands for it until `_residual_step_` comes to it."""
+    return real(state[name]) if name in state else state[residual_key(name)]
 
 
 def _check_capture(states: States, group: dict[str, Any], compiling: bool) -> None:
@@ -152,6 +169,11 @@ ONE_PASS = {
 
 def _refusal(slot: Slot) -> str | None:
     kind = slot.live.device.type
+    if slot.average.dtype in (torch.int8, torch.bfloat16):
+        return (
+            f"has an average that is kept as a residual in {slot.average.dtype}, which fused=True does not "
+            'support yet; leave fused out, or use average_dtype="float32"'
+        )
     if kind not in ONE_PASS:
         return f"is on {slot.live.device}; fused=True is for parameters on a CPU or a GPU with CUDA"
     return ONE_PASS[kind].refusal(slot)
@@ -163,12 +185,30 @@ def _one_pass_step_(members: Members, recipe: Recipe, scale: Scalar) -> None:
         ONE_PASS[kind].step_(part, recipe, scale)
 
 
-def _foreach_step_(members: Members, recipe: Recipe, scale: Scalar) -> None:
-    foreach_step_(members.slots(), recipe, scale)
+SlotPath = Callable[[list[Slot], Recipe, Scalar], None]
 
 
-def _loop_step_(members: Members, recipe: Recipe, scale: Scalar) -> None:
-    for slot in members.slots():
+def _plain_step_(path: SlotPath, members: Members, recipe: Recipe, scale: Scalar) -> None:
+    path(members.slots(), recipe, scale)
+
+
+def _residual_step_(path: SlotPath, members: Members, recipe: Recipe, scale: Scalar) -> None:
+    """Any path on averages that are kept as residuals: decoded for it and encoded again, chunk by chunk."""
+    for chunk in chunks(zip(members.slots(), members.states, strict=True), lambda pair: (pair[0].live, None)):
+        opened = []
+        for slot, state in chunk:
+            average = average_of(state, "average", slot.live)
+            returned = None if slot.returned is None else average_of(state, "returned", slot.live)
+            opened.append(slot._replace(average=average, returned=returned))
+        path(opened, recipe, scale)
+        for slot, (_, state) in zip(opened, chunk, strict=True):
+            keep_average_(state, "average", slot.live, slot.average)
+            if slot.returned is not None:
+                keep_average_(state, "returned", slot.live, slot.returned)
+
+
+def _loop_step_(slots: list[Slot], recipe: Recipe, scale: Scalar) -> None:
+    for slot in slots:
         pace_step_(slot, recipe, scale)
 
 
