@@ -18,11 +18,11 @@ from paceline.optim.onepass import (
     numbers_of,
     numbers_on_device,
     row_of,
-    seed_averages_,
 )
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, Scalar, Slot, at_count
 from paceline.optim.sharded import mesh_of
+from paceline.optim.state import scale_key
 
 BLOCK = 1024
 """Elements of a program: eight for each of its threads, two loads of 16 bytes in float32."""
@@ -34,6 +34,9 @@ WIDTH = 8192
 SPARES = 8
 """How many captures there may be between two steps that are not captured."""
 
+STORED = (torch.float32, torch.bfloat16, torch.int8)
+"""Averages, or residuals."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,7 +47,7 @@ def refusal(slot: Slot) -> str | None:
         return "is sharded over several ranks, which fused=True does not support"
     if live.dtype not in DTYPES:
         return f"is {live.dtype}; fused=True on a GPU is for float32, bfloat16 and float16"
-    if slot.average.dtype != torch.float32 or not slot.exp_avg.dtype == slot.exp_avg_sq.dtype == live.dtype:
+    if slot.average.dtype not in STORED or not slot.exp_avg.dtype == slot.exp_avg_sq.dtype == live.dtype:
         return f"is {live.dtype} and its state is of another precision than PACE gave it"
     if not lie_alike(slot):
         return NOT_ALIKE
@@ -92,10 +95,11 @@ def _launches(members: Members, counts: list[float]) -> "list[_Launch]":
         alike: dict[object, list[int]] = {}
         for i, (slot, count) in enumerate(zip(members.rests, counts, strict=True)):
             if slot.live.numel():
-                key = (slot.live.device, slot.live.dtype, _is_aligned(slot), None if same else count)
+                kind = slot.live.device, slot.live.dtype, slot.average.dtype, _is_aligned(slot)
+                key = (*kind, None if same else count)
                 alike.setdefault(key, []).append(i)
         members.memo["younger"] = younger
-        members.memo["launches"] = [_Launch(members.rests, places) for places in alike.values()]
+        members.memo["launches"] = [_Launch(members, places) for places in alike.values()]
     launches: list[_Launch] = members.memo["launches"]
     return launches
 
@@ -105,18 +109,23 @@ def _is_aligned(slot: Slot) -> bool:
 
 
 class _Launch:
-    """Tensors that one launch advances, and where they are; all of one device, precision and age."""
+    """Tensors that one launch advances, and where they are: of one device, precision, storage and age."""
 
-    def __init__(self, rests: list[Slot], places: list[int]) -> None:
+    def __init__(self, members: Members, places: list[int]) -> None:
         self.places = places
         """Which of the members they are."""
-        self._slots = [rests[i] for i in places]
+        self._slots = [members.rests[i] for i in places]
         live = self._slots[0].live
-        self._device, self._dtype = live.device, live.dtype
+        self._device, self._dtype, self._stored = live.device, live.dtype, self._slots[0].average.dtype
         self._aligned = _is_aligned(self._slots[0])
-        rows = [(row[0], *row[2:]) for row in map(row_of, self._slots)]
+        rows = []
+        for slot, i in zip(self._slots, places, strict=True):
+            scales = (members.states[i].get(scale_key(name)) for name in ("average", "returned"))
+            addresses = (0 if scale is None else scale.data_ptr() for scale in scales)
+            row = row_of(slot)
+            rows.append((row[0], *row[2:], *addresses))
         self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
-        self._chunks = _chunks(self._device, tuple(row[-1] for row in rows), BLOCK)
+        self._chunks = _chunks(self._device, tuple(slot.live.numel() for slot in self._slots), BLOCK)
         self._sums = torch.empty(len(self._chunks), device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
         self._sent: list[int] = []
@@ -146,39 +155,38 @@ class _Launch:
 
     def step_(self, count: float, recipe: Recipe, scale: Scalar) -> None:
         """The step of that count; of NaN, if they are counted on the device."""
-        import triton.language as tl
-
         from paceline.optim import kernel
 
         on_device = recipe.capturable or (isinstance(recipe.lr, Tensor) and recipe.lr.is_cuda)
-        numbers: list[Scalar] = [0.0] * len(Numbers._fields)
-        table = self._one
+        numbers: list[Scalar] = [0.0] * (len(Numbers._fields) + 1)
+        table, ages, t = self._one, self._grads, 0
         if recipe.capturable and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             while len(self._spares) < SPARES:
                 self._spares.append(torch.empty(len(self.places), dtype=torch.int64, pin_memory=True))
         if on_device:
-            ages = torch.full((len(self.places),), count, dtype=torch.float64, device=self._device)
-            ages = self.counts_on_device() if recipe.capturable else ages
-            table = numbers_on_device(ages, recipe)
-            at = at_count(ages, recipe)
+            counts = torch.full((len(self.places),), count, dtype=torch.float64, device=self._device)
+            counts = self.counts_on_device() if recipe.capturable else counts
+            table, ages = numbers_on_device(counts, recipe), counts.to(torch.int64)
+            at = at_count(counts, recipe)
         else:
-            at = at_count(count, recipe)
-            seed_averages_(self._slots, at)
-            numbers = list(numbers_of(at, recipe, 1.0))
+            at, t = at_count(count, recipe), int(count)
+            numbers = [*numbers_of(at, recipe, 1.0), float(count == 1)]
         pull = "none" if at.pulling is False else "over" if recipe.gain in NUMERATORS else "uniform"
         factor = self._one
         if recipe.gain == "scaled" and pull != "none":
             # It stays on the device: to read it would be to wait for all that was asked of the device before.
             factor = scale if isinstance(scale, Tensor) else torch.full((), scale, device=self._device)
             factor = factor.to(self._device, torch.float32)
-        kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        averages = averages_that_move(self._slots, at)
+        if self._stored != torch.float32:  # what live has beyond an average that rests changes too
+            averages = 1 if self._slots[0].returned is None else 2
         sums = recipe.gain == "scaled" and recipe.pullback_strength != 0
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             kernel.step[(len(self._chunks),)](
-                self._table, self._grads, self._chunks, factor, self._sums, table, *numbers,
-                OF=kinds[self._dtype], GRAD=kinds[self._dtype], PULL=pull,
+                self._table, self._grads, self._chunks, factor, self._sums, table, ages, t, *numbers,
+                OF=_type(self._dtype), GRAD=_type(self._dtype), STORAGE=_type(self._stored), PULL=pull,
                 LOOKAHEAD=recipe.gap == "lookahead" and pull != "none",
-                AVERAGES=averages_that_move(self._slots, at), SUMS=sums, ON_DEVICE=on_device,
+                AVERAGES=averages, SUMS=sums, ON_DEVICE=on_device,
                 ALIGNED=self._aligned, GRAD_ALIGNED=self._grads_aligned, BLOCK=BLOCK,
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
@@ -186,20 +194,13 @@ class _Launch:
 
     def second_moments(self, anew: bool) -> Tensor:
         """The sum of the second moments of each: as the last step found it, or anew, to the same bits."""
-        import triton.language as tl
-
         from paceline.optim import kernel
 
-        kinds: dict[torch.dtype, Any] = {
-            torch.float32: tl.float32,
-            torch.bfloat16: tl.bfloat16,
-            torch.float16: tl.float16,
-        }
         found = torch.empty(len(self.places), dtype=torch.float64, device=self._device)
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             if anew or self._versions is None or self._versions != self._versions_now():
                 kernel.add_up[(len(self._chunks),)](
-                    self._table, self._chunks, self._sums, OF=kinds[self._dtype], ALIGNED=self._aligned,
+                    self._table, self._chunks, self._sums, OF=_type(self._dtype), ALIGNED=self._aligned,
                     BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
                 )  # fmt: skip
             starts = _starts(self._device, tuple(slot.live.numel() for slot in self._slots), BLOCK)
@@ -209,6 +210,13 @@ class _Launch:
     def _versions_now(self) -> list[int]:
         """By which to see that nobody else changed a second moment; of the kernel torch does not know."""
         return [slot.exp_avg_sq._version for slot in self._slots]
+
+
+def _type(dtype: torch.dtype) -> Any:
+    """A dtype as Triton calls it."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 # What does not depend on addresses is kept by its contents, and found again by another launch.

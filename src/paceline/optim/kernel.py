@@ -8,8 +8,9 @@ Only the last chunk of a tensor is masked, so that all others load and store 16 
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(6)
-"""Of the table: live, both moments, average, returned, elements. Gradients move, and have their own."""
+COLUMNS = tl.constexpr(8)
+"""Of the table: live, both moments, average, returned, elements, scales of average and of returned. Gradients
+move, and have a table of their own."""
 NUMBERS = tl.constexpr(16)
 """Of a row of `numbers`: those of onepass.Numbers, and whether it is a first step."""
 
@@ -37,6 +38,75 @@ def _store(
         tl.store(start + offsets, value.to(OF))
 
 
+# --- How averages are kept: storage.py says it, and what follows is the same -------------------------
+
+BLOCK_OF_SCALE = tl.constexpr(128)
+LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _average_of(
+    live, address, scale_at, first, offsets, count,
+    STORAGE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The average beside these live weights."""
+    kept = _load(address, first, offsets, count, STORAGE, ALIGNED, MASKED)
+    if tl.float32 == STORAGE:
+        return kept
+    if tl.int8 == STORAGE:
+        blocks: tl.constexpr = BLOCK // BLOCK_OF_SCALE
+        which = first // BLOCK_OF_SCALE + tl.arange(0, blocks)
+        start = scale_at.to(tl.pointer_type(tl.float32))
+        scale = tl.load(start + which, mask=which * BLOCK_OF_SCALE < count, other=0.0)
+        kept = tl.reshape(tl.reshape(kept, (blocks, BLOCK_OF_SCALE)) * scale[:, None], (BLOCK,))
+    return live - kept
+
+
+@triton.jit
+def _keep_average(
+    average, live, address, scale_at, first, offsets, count, seed,
+    STORAGE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store an average beside these live weights, as they are stored."""
+    if tl.float32 == STORAGE:
+        _store(address, first, offsets, count, average, STORAGE, ALIGNED, MASKED)
+    else:
+        residual = live - average
+        if MASKED:
+            residual = tl.where(offsets < count - first, residual, 0.0)
+        noise = _mix((first + offsets).to(tl.uint32) ^ seed)
+        if tl.bfloat16 == STORAGE:
+            bits = (residual.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) & 0xFFFF0000
+            rounded = bits.to(tl.float32, bitcast=True)
+            rounded = tl.minimum(tl.maximum(rounded, -LARGEST_BFLOAT16), LARGEST_BFLOAT16)
+            code = tl.where(residual - residual == 0.0, rounded, residual)  # not of a NaN or Inf
+        else:
+            blocks: tl.constexpr = BLOCK // BLOCK_OF_SCALE
+            rows = tl.reshape(residual, (blocks, BLOCK_OF_SCALE))
+            broken = tl.max((rows - rows != 0.0).to(tl.int32), axis=1)
+            scale = tl.div_rn(tl.max(tl.abs(rows), axis=1), tl.full((blocks,), 127.0, tl.float32))
+            scale = tl.where(broken != 0, float("nan"), scale)
+            which = first // BLOCK_OF_SCALE + tl.arange(0, blocks)
+            start = scale_at.to(tl.pointer_type(tl.float32))
+            tl.store(start + which, scale, mask=which * BLOCK_OF_SCALE < count)
+            chance = tl.reshape(
+                (noise >> 8).to(tl.float32) * 5.9604644775390625e-08, (blocks, BLOCK_OF_SCALE)
+            )
+            rounded = tl.floor(tl.div_rn(rows, tl.broadcast_to(scale[:, None], rows.shape)) + chance)
+            rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+            code = tl.reshape(tl.where(scale[:, None] > 0.0, rounded, 0.0), (BLOCK,))
+        _store(address, first, offsets, count, code, STORAGE, ALIGNED, MASKED)
+
+
 @triton.jit
 def _moved(average, live, keep, move):
     """0 times an infinite average would be NaN, and so would an infinite weight in one that rests."""
@@ -44,12 +114,15 @@ def _moved(average, live, keep, move):
     return tl.where(move == 0.0, average, moved)
 
 
+# --- The step ---------------------------------------------------------------------------------------
+
+
 @triton.jit
 def _advance(
-    row, grad_at, first, count, scale, sums,
+    row, grad_at, first, count, scale, sums, t,
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
     rate, limit, keep, move, keep_returned, move_returned, fresh,
-    OF: tl.constexpr, GRAD: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    OF: tl.constexpr, GRAD: tl.constexpr, STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr, SUMS: tl.constexpr,
     ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -60,12 +133,12 @@ def _advance(
     m = _load(m_at, first, offsets, count, OF, ALIGNED, MASKED)
     v = _load(v_at, first, offsets, count, OF, ALIGNED, MASKED)
     if AVERAGES > 0:
-        average_at = tl.load(row + 3)
-        average = _load(average_at, first, offsets, count, tl.float32, ALIGNED, MASKED)
+        at, scale_at = tl.load(row + 3), tl.load(row + 6)
+        average = _average_of(before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, BLOCK)
         average = tl.where(fresh != 0.0, before, average)
     if AVERAGES > 1:
-        returned_at = tl.load(row + 4)
-        returned = _load(returned_at, first, offsets, count, tl.float32, ALIGNED, MASKED)
+        at, scale_at = tl.load(row + 4), tl.load(row + 7)
+        returned = _average_of(before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, BLOCK)
         returned = tl.where(fresh != 0.0, before, returned)
 
     m += (grad - m) * new_m
@@ -95,10 +168,16 @@ def _advance(
     if AVERAGES > 0:
         if not LOOKAHEAD:
             average = _moved(average, live, keep, move)
-        _store(average_at, first, offsets, count, average, tl.float32, ALIGNED, MASKED)
+        at, scale_at, seed = tl.load(row + 3), tl.load(row + 6), _mix((2 * t).to(tl.uint32))
+        _keep_average(
+            average, live, at, scale_at, first, offsets, count, seed, STORAGE, ALIGNED, MASKED, BLOCK
+        )
     if AVERAGES > 1:
         returned = _moved(returned, live, keep_returned, move_returned)
-        _store(returned_at, first, offsets, count, returned, tl.float32, ALIGNED, MASKED)
+        at, scale_at, seed = tl.load(row + 4), tl.load(row + 7), _mix((2 * t + 1).to(tl.uint32))
+        _keep_average(
+            returned, live, at, scale_at, first, offsets, count, seed, STORAGE, ALIGNED, MASKED, BLOCK
+        )
 
 
 @triton.jit
@@ -109,7 +188,7 @@ def _sum_of(v, first, offsets, count, OF: tl.constexpr, MASKED: tl.constexpr):
     return tl.sum(v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t"])
 def step(
     table,  # (tensors, COLUMNS) int64
     grads,  # (tensors,) int64: addresses
@@ -117,10 +196,13 @@ def step(
     scale,  # () float32, for gain="scaled"; otherwise 1
     sums,  # (programs,) float32: of the second moments of each chunk
     numbers,  # (tensors, NUMBERS) float32, instead of those that follow if ON_DEVICE
+    ages,  # (tensors,) int64, instead of t if ON_DEVICE
+    t,  # int64, the count of this step
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
-    keep, move, keep_returned, move_returned,
+    keep, move, keep_returned, move_returned, fresh,
     OF: tl.constexpr,  # dtype of live and moments
     GRAD: tl.constexpr,  # dtype of the gradient
+    STORAGE: tl.constexpr,  # dtype of averages: float32, or that of residuals
     PULL: tl.constexpr,  # "none", "uniform", or "over": a number over √v̂ + ε
     LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr,  # how many of them move
@@ -134,8 +216,8 @@ def step(
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     row = table + tensor * COLUMNS
     grad_at, count = tl.load(grads + tensor), tl.load(row + 5)
-    fresh = 0.0
     if ON_DEVICE:
+        t = tl.load(ages + tensor)
         own = numbers + tensor * NUMBERS
         sign, shrink, new_m = tl.load(own), tl.load(own + 1), tl.load(own + 2)
         old_v, new_v, root_factor = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
@@ -144,17 +226,17 @@ def step(
         keep_returned, move_returned, fresh = tl.load(own + 13), tl.load(own + 14), tl.load(own + 15)
     if first + BLOCK <= count:
         _advance(
-            row, grad_at, first, count, scale, sums + program,
+            row, grad_at, first, count, scale, sums + program, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED, GRAD_ALIGNED, False, BLOCK,
+            OF, GRAD, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED, GRAD_ALIGNED, False, BLOCK,
         )  # fmt: skip
     else:
         _advance(
-            row, grad_at, first, count, scale, sums + program,
+            row, grad_at, first, count, scale, sums + program, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED, GRAD_ALIGNED, True, BLOCK,
+            OF, GRAD, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED, GRAD_ALIGNED, True, BLOCK,
         )  # fmt: skip
 
 

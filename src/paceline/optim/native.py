@@ -106,6 +106,9 @@ def refusal(slot: Slot) -> str | None:
     live = slot.live
     if mesh_of(live) is not None:
         return "is sharded over several ranks, which fused=True does not support"
+    if live.dtype == torch.float32 and slot.average.dtype in (torch.bfloat16, torch.int8):
+        kept = str(slot.average.dtype).removeprefix("torch.")
+        return f'has average_dtype="{kept}", which fused=True on a CPU does not support; leave fused out'
     arrays = [array for array in slot[:6] if array is not None]
     if any(array.dtype != torch.float32 for array in arrays):
         return f"is {live.dtype}; fused=True on a CPU is for float32"

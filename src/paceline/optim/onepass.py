@@ -36,8 +36,9 @@ def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
     numerator: Scalar = strength
     if recipe.gain in NUMERATORS:
         numerator = NUMERATORS[recipe.gain](float(at.lr), strength, scale)
-    keep, move = shares(at.rate, torch.float32)
-    keep_returned, move_returned = shares(at.return_rate, torch.float32)
+    # At a step that averages nothing they rest; residuals have to be written all the same.
+    keep, move = shares(at.rate, torch.float32) if at.averaging else (1.0, 0.0)
+    keep_returned, move_returned = shares(at.return_rate, torch.float32) if at.averaging else (1.0, 0.0)
     beta1, beta2 = recipe.betas
     return Numbers(
         sign=-1.0 if recipe.maximize else 1.0,

@@ -169,11 +169,6 @@ ONE_PASS = {
 
 def _refusal(slot: Slot) -> str | None:
     kind = slot.live.device.type
-    if slot.average.dtype in (torch.int8, torch.bfloat16):
-        return (
-            f"has an average that is kept as a residual in {slot.average.dtype}, which fused=True does not "
-            'support yet; leave fused out, or use average_dtype="float32"'
-        )
     if kind not in ONE_PASS:
         return f"is on {slot.live.device}; fused=True is for parameters on a CPU or a GPU with CUDA"
     return ONE_PASS[kind].refusal(slot)

@@ -51,13 +51,17 @@ class Rival:
 
     make: Callable[[list[nn.Parameter]], tuple[Step, Any]]
     """Of parameters: what takes a step, and what holds the state."""
-    traffic: int
+    traffic: float
     """Bytes of a float32 parameter that go through memory in one pass."""
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def _plain(optimizer: Any) -> tuple[Step, Any]:
     return optimizer.step, optimizer
+
+
+def _pace(parameters: list[nn.Parameter], **settings: Any) -> tuple[Step, Any]:
+    return _plain(PACE(parameters, fused=True, **settings))
 
 
 def _with_ema(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
@@ -113,17 +117,32 @@ RIVALS: dict[str, Rival] = {
     "AdamW, fused, and torch's AveragedModel": Rival(make=_with_averaged_model, traffic=36),
     "AdamW, fused, clipped": Rival(make=_with_clipping(lambda p: _plain(AdamW(p, fused=True))), traffic=32),
     "Schedule-Free AdamW": Rival(make=_schedule_free, traffic=28),
-    "PACE, fused, strength 0": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, pullback_strength=0.0)), traffic=36
+    # At all but every millionth step it touches no average: AdamW alone, by our kernel.
+    "PACE, fused, no average": Rival(make=lambda p: _pace(p, update_every=10**6), traffic=28),
+    "PACE, fused, strength 0": Rival(make=lambda p: _pace(p, pullback_strength=0.0), traffic=36),
+    "PACE, fused": Rival(make=_pace, traffic=44),
+    "PACE, fused, bfloat16": Rival(
+        make=lambda p: _pace(p, average_dtype="bfloat16"), traffic=36, devices=("cuda",)
     ),
-    "PACE, fused": Rival(make=lambda p: _plain(PACE(p, fused=True)), traffic=44),
-    "PACE, fused, one average": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, return_power=0.2)), traffic=36
+    "PACE, fused, int8": Rival(
+        make=lambda p: _pace(p, average_dtype="int8"), traffic=32.125, devices=("cuda",)
     ),
-    "PACE, fused, paper": Rival(make=lambda p: _plain(PACE(p, fused=True, gain="paper")), traffic=36),
+    "PACE, fused, one average": Rival(make=lambda p: _pace(p, return_power=0.2), traffic=36),
+    "PACE, fused, one average, bfloat16": Rival(
+        make=lambda p: _pace(p, return_power=0.2, average_dtype="bfloat16"), traffic=32, devices=("cuda",)
+    ),
+    "PACE, fused, one average, int8": Rival(
+        make=lambda p: _pace(p, return_power=0.2, average_dtype="int8"), traffic=30.0625, devices=("cuda",)
+    ),
+    "PACE, fused, paper": Rival(make=lambda p: _pace(p, gain="paper"), traffic=36),
+    "PACE, fused, paper, bfloat16": Rival(
+        make=lambda p: _pace(p, gain="paper", average_dtype="bfloat16"), traffic=32, devices=("cuda",)
+    ),
+    "PACE, fused, paper, int8": Rival(
+        make=lambda p: _pace(p, gain="paper", average_dtype="int8"), traffic=30.0625, devices=("cuda",)
+    ),
     "PACE, fused, paper, two averages": Rival(
-        make=lambda p: _plain(PACE(p, fused=True, gain="paper", return_power=0.8)),
-        traffic=44,
+        make=lambda p: _pace(p, gain="paper", return_power=0.8), traffic=44
     ),
     "PACE, foreach": Rival(make=lambda p: _plain(PACE(p, foreach=True)), traffic=44),
     "PACE, foreach, paper": Rival(make=lambda p: _plain(PACE(p, foreach=True, gain="paper")), traffic=36),
