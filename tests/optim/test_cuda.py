@@ -164,6 +164,7 @@ def test_a_graph_captured_before_the_first_step_seeds_once(foreach):
     assert_same_bits(on_cpu(everything(twin)), on_cpu(everything(optimizer)))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_of_a_first_fused_step_is_refused():
     parameters = on_gpu()
     optimizer = PACE(parameters, fused=True, capturable=True)
@@ -181,6 +182,7 @@ def test_a_learning_rate_on_the_device_is_not_waited_for():
         assert torch.allclose(p, q, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_right_after_a_reset_is_refused():
     parameters = on_gpu()
     optimizer = run(parameters, gradients_on_gpu(2), capturable=True)
@@ -189,6 +191,7 @@ def test_capture_right_after_a_reset_is_refused():
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_without_capturable_is_refused():
     parameters = on_gpu()
     optimizer = run(parameters, gradients_on_gpu(2))
@@ -267,9 +270,12 @@ def test_golden_trajectories():
 
 @rows
 def test_every_row_is_the_same_on_both_devices(name):
-    """float64, to rounding; Muon works in bfloat16 inside, where sums of other order round otherwise."""
-    tolerance = 3e-2 if "Muon" in name else 1e-9
-    here, there = (Problem(name, torch.float64, device=device).run(20) for device in ("cpu", "cuda"))
+    """float64, to rounding; Muon works in bfloat16 inside, where sums of other order round otherwise. Some
+    are for float32 at most, and whether a residual is rounded up or down may hang by a hair."""
+    narrow = any(word in name for word in ("fused", "bfloat16", "int8"))
+    tolerance = 3e-2 if "Muon" in name else 1e-3 if narrow else 1e-9
+    dtype = torch.float32 if narrow else torch.float64
+    here, there = (Problem(name, dtype, device=device).run(20) for device in ("cpu", "cuda"))
     for p, q in zip(here.parameters, there.parameters, strict=True):
         assert (p - q.cpu()).abs().max() <= tolerance
         state, other = here.optimizer.state[p], there.optimizer.state[q]

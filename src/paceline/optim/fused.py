@@ -24,9 +24,9 @@ from paceline.optim.rule import NUMERATORS, Scalar, Slot, at_count
 from paceline.optim.sharded import mesh_of
 from paceline.optim.state import scale_key
 
-BLOCK = 1024
-"""Elements of a program: eight for each of its threads, two loads of 16 bytes in float32."""
-WARPS = 4
+TILES = {torch.float32: (1024, 4), torch.bfloat16: (1024, 4), torch.int8: (1024, 4)}
+"""Storage of averages → elements and warps of a program: eight elements for each of its threads are two loads
+of 16 bytes in float32."""
 
 WIDTH = 8192
 """Sums of chunks that are added at a time: one program does it for a tensor, and should not take long."""
@@ -117,7 +117,9 @@ class _Launch:
         self._slots = [members.rests[i] for i in places]
         live = self._slots[0].live
         self._device, self._dtype, self._stored = live.device, live.dtype, self._slots[0].average.dtype
+        self._block, self._warps = TILES[self._stored]
         self._aligned = _is_aligned(self._slots[0])
+        self._sizes = tuple(slot.live.numel() for slot in self._slots)
         rows = []
         for slot, i in zip(self._slots, places, strict=True):
             scales = (members.states[i].get(scale_key(name)) for name in ("average", "returned"))
@@ -125,7 +127,7 @@ class _Launch:
             row = row_of(slot)
             rows.append((row[0], *row[2:], *addresses))
         self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
-        self._chunks = _chunks(self._device, tuple(slot.live.numel() for slot in self._slots), BLOCK)
+        self._chunks = _chunks(self._device, self._sizes, self._block)
         self._sums = torch.empty(len(self._chunks), device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
         self._sent: list[int] = []
@@ -187,8 +189,8 @@ class _Launch:
                 OF=_type(self._dtype), GRAD=_type(self._dtype), STORAGE=_type(self._stored), PULL=pull,
                 LOOKAHEAD=recipe.gap == "lookahead" and pull != "none",
                 AVERAGES=averages, SUMS=sums, ON_DEVICE=on_device,
-                ALIGNED=self._aligned, GRAD_ALIGNED=self._grads_aligned, BLOCK=BLOCK,
-                num_warps=WARPS, enable_fp_fusion=False,
+                ALIGNED=self._aligned, GRAD_ALIGNED=self._grads_aligned, BLOCK=self._block,
+                num_warps=self._warps, enable_fp_fusion=False,
             )  # fmt: skip
         self._versions = self._versions_now() if sums else None
 
@@ -201,9 +203,9 @@ class _Launch:
             if anew or self._versions is None or self._versions != self._versions_now():
                 kernel.add_up[(len(self._chunks),)](
                     self._table, self._chunks, self._sums, OF=_type(self._dtype), ALIGNED=self._aligned,
-                    BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+                    BLOCK=self._block, num_warps=self._warps, enable_fp_fusion=False,
                 )  # fmt: skip
-            starts = _starts(self._device, tuple(slot.live.numel() for slot in self._slots), BLOCK)
+            starts = _starts(self._device, self._sizes, self._block)
             kernel.totals[(len(self.places),)](self._sums, starts, found, WIDTH=WIDTH, num_warps=16)
         return found
 

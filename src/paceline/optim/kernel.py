@@ -42,6 +42,8 @@ def _store(
 
 BLOCK_OF_SCALE = tl.constexpr(128)
 LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+NOT_FINITE = tl.constexpr(0x7F800000)  # the least bits of a magnitude that is not
 
 
 @triton.jit
@@ -86,31 +88,34 @@ def _keep_average(
         noise = _mix((first + offsets).to(tl.uint32) ^ seed)
         if tl.bfloat16 == STORAGE:
             bits = (residual.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) & 0xFFFF0000
-            rounded = bits.to(tl.float32, bitcast=True)
-            rounded = tl.minimum(tl.maximum(rounded, -LARGEST_BFLOAT16), LARGEST_BFLOAT16)
-            code = tl.where(residual - residual == 0.0, rounded, residual)  # not of a NaN or Inf
+            # What is finite stays so; a NaN or Inf, whose bits may have wrapped, stays as it is.
+            largest = tl.where(residual < 0.0, -LARGEST_BFLOAT16, LARGEST_BFLOAT16)
+            rounded = tl.where((bits & NOT_FINITE) == NOT_FINITE, largest, bits.to(tl.float32, bitcast=True))
+            finite = (residual.to(tl.uint32, bitcast=True) & NOT_FINITE) != NOT_FINITE
+            code = tl.where(finite, rounded, residual)
         else:
             blocks: tl.constexpr = BLOCK // BLOCK_OF_SCALE
             rows = tl.reshape(residual, (blocks, BLOCK_OF_SCALE))
-            broken = tl.max((rows - rows != 0.0).to(tl.int32), axis=1)
-            scale = tl.div_rn(tl.max(tl.abs(rows), axis=1), tl.full((blocks,), 127.0, tl.float32))
-            scale = tl.where(broken != 0, float("nan"), scale)
+            # As integers magnitudes have the order that they have as numbers, and a NaN is above them all.
+            most = tl.max(rows.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, axis=1)
+            scale = tl.div_rn(most.to(tl.float32, bitcast=True), tl.full((blocks,), 127.0, tl.float32))
+            scale = tl.where(most >= NOT_FINITE, float("nan"), scale)
+            per_scale = tl.where(scale > 0.0, tl.div_rn(tl.full((blocks,), 1.0, tl.float32), scale), 0.0)
             which = first // BLOCK_OF_SCALE + tl.arange(0, blocks)
             start = scale_at.to(tl.pointer_type(tl.float32))
             tl.store(start + which, scale, mask=which * BLOCK_OF_SCALE < count)
-            chance = tl.reshape(
-                (noise >> 8).to(tl.float32) * 5.9604644775390625e-08, (blocks, BLOCK_OF_SCALE)
-            )
-            rounded = tl.floor(tl.div_rn(rows, tl.broadcast_to(scale[:, None], rows.shape)) + chance)
-            rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
-            code = tl.reshape(tl.where(scale[:, None] > 0.0, rounded, 0.0), (BLOCK,))
+            chance = (noise >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+            chance = tl.reshape(chance, (blocks, BLOCK_OF_SCALE))
+            steps = tl.fma(rows, tl.broadcast_to(per_scale[:, None], rows.shape), chance)
+            # Whatever the code of a block that is not finite is, its scale makes a NaN of it.
+            code = tl.reshape(tl.minimum(tl.maximum(tl.floor(steps), -127.0), 127.0), (BLOCK,))
         _store(address, first, offsets, count, code, STORAGE, ALIGNED, MASKED)
 
 
 @triton.jit
 def _moved(average, live, keep, move):
     """0 times an infinite average would be NaN, and so would an infinite weight in one that rests."""
-    moved = tl.where(keep == 0.0, live, average * keep + live * move)
+    moved = tl.where(keep == 0.0, live, tl.fma(average, keep, live * move))
     return tl.where(move == 0.0, average, moved)
 
 
@@ -141,22 +146,23 @@ def _advance(
         returned = _average_of(before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, BLOCK)
         returned = tl.where(fresh != 0.0, before, returned)
 
-    m += (grad - m) * new_m
-    v = v * old_v + grad * grad * new_v
-    denominator = tl.sqrt_rn(v) * root_factor + eps
+    m = tl.fma(grad - m, new_m, m)
+    v = tl.fma(v, old_v, grad * grad * new_v)
+    # To two units in the last place, of what is small beside a weight; exact, it would outlast the loads.
+    inverse = 1.0 / tl.fma(tl.sqrt(v), root_factor, eps)
     # All that moves a weight is added up before it is added to it: one rounding of the weight.
-    way = tl.div_rn(m, denominator) * step_size - before * shrink
+    way = tl.fma(m * inverse, step_size, -before * shrink)
 
     if LOOKAHEAD:
         average = _moved(average, before + way, keep, move)
     if PULL != "none":
-        if PULL == "uniform":
-            gain = numerator * rate
-        else:
-            gain = tl.div_rn(numerator * tl.load(scale), denominator) * rate
+        gain = numerator * rate
+        if PULL == "over":
+            # Finite, as 0 times infinity would be NaN where v has overflowed.
+            gain = tl.minimum(numerator * tl.load(scale), LARGEST) * inverse * rate
         # Not a minimum, which would make of a NaN the limit.
         gain = tl.where(gain > limit, limit, gain)
-        way += gain * (average - ((before + way) if LOOKAHEAD else before))
+        way = tl.fma(gain, average - ((before + way) if LOOKAHEAD else before), way)
     live = before + way
     # The averages are of the weights as they are stored.
     live = live.to(OF).to(tl.float32)
