@@ -191,6 +191,10 @@ def check_methods(run: Run) -> None:
     make_schedule(run, optimizer, max(run.steps or 1000, 20))
     if run.telemetry_every is not None:
         pulling(optimizer)
+    base = optimizer.base if isinstance(optimizer, Averages) else optimizer
+    if isinstance(base, PACE):  # what one pass takes depends on the device, and the run's may be another
+        for group in base.param_groups:
+            group["fused"] = None
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)  # ScheduleFree+ divides by their sum
     # Where torch looks at some settings for the first time.
