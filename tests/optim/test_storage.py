@@ -141,6 +141,7 @@ def test_the_codes_do_not_depend_on_how_many_are_made_at_once(kind, monkeypatch)
         assert one is other is None or torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [1.0039, 1.9999, 3.3e-7, -1.25e-3, -77.7])
 def test_bfloat16_is_right_on_the_mean(value):
     """100,000 draws at one place: over 100 neighbours and 1,000 steps."""
@@ -153,6 +154,7 @@ def test_bfloat16_is_right_on_the_mean(value):
     assert ((draws.mean(0) - exact).abs() < 5 * spread).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.001, 0.0333, -0.5, 0.777, -0.99])
 def test_int8_is_right_on_the_mean(share):
     residual = torch.full((101,), share)
@@ -258,6 +260,7 @@ def assert_steps_are_those_of_float32(kind, dtype, settings):
                     assert scale is None or torch.equal(optimizer.state[parameter][f"{key}_scale"], scale)
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["usual", "relative", "return_power_lookahead_every_2"])
@@ -319,6 +322,7 @@ ERRORS = {"bfloat16": 0.02, "int8": 0.04}
 """Of the average, as shares of the rms of live − average: twice what docs/storage.md has, or a bit less."""
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("power", [0.3, 0.5, 0.7])
 def test_after_300_steps_the_averages_are_those_of_the_reference(power, kind):
@@ -347,6 +351,7 @@ def test_after_300_steps_the_averages_are_those_of_the_reference(power, kind):
     assert rms(live - reference.live) < 1e-3 * rms(reference.live - reference.average)
 
 
+@pytest.mark.slow
 @kinds
 def test_the_average_of_weights_that_stand_still_does_not_stall(kind):
     """A jump, and 2,000 steps of no motion at a rate down to 1e-3: to nearest, it would stop early."""
