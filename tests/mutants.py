@@ -167,6 +167,13 @@ RULE = [
         (_REFERENCE,),
     ),
     Mutant(
+        "moments-a-compiler-stops",
+        "moments.py",
+        'if step.device.type != "cpu" or torch.compiler.is_compiling():',
+        'if step.device.type != "cpu":',
+        ("tests/optim/test_settings.py::test_a_compiled_step_is_the_same_and_settles",),
+    ),
+    Mutant(
         "moments-scale-spoiled",
         "moments.py",
         "torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0).sum()",

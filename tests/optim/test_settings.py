@@ -287,7 +287,7 @@ def test_device_scalars_give_the_same_trajectory(name, foreach, monkeypatch):
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("name", ["strong", "relative", "scaled", "every_3", "return_power"])
 def test_a_compiled_step_is_the_same_and_settles(name, foreach):
-    """20 steps with new gradient tensors; no recompilation in the last ten."""
+    """20 steps with new gradient tensors, one graph for all of them."""
     from torch._dynamo import reset
     from torch._dynamo.testing import CompileCounter
 
@@ -302,9 +302,39 @@ def test_a_compiled_step_is_the_same_and_settles(name, foreach):
         compiled()
         advance(twin, twins, [step])
         counts.append(counter.frame_count)
-    assert counts[9] == counts[19] > 0, counts
+    assert counts == [1] * 20
     for ours, theirs in zip(everything(optimizer).values(), everything(twin).values(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch, in its own AdamW
+@pytest.mark.parametrize("settings", [{}, {"gain": "paper"}, {"average_dtype": "bfloat16"}, {"fused": True}])
+def test_a_compiled_training_step_has_as_many_graphs_as_with_adamw(settings):
+    """Forward, backward and step in one function: no more, and none anew as t and learning rate change."""
+    from torch._dynamo import reset
+    from torch._dynamo.testing import CompileCounter
+
+    graphs = []
+    for make in (torch.optim.AdamW, lambda p, lr: PACE(p, lr, **settings)):
+        reset()
+        counter, counts = CompileCounter(), []
+        model = torch.nn.Linear(3, 2)
+        optimizer = make(model.parameters(), lr=torch.tensor(1e-2))
+
+        @torch.compile(backend=counter)
+        def train(x, model=model, optimizer=optimizer):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for t in range(12):
+            optimizer.param_groups[0]["lr"].fill_(1e-2 / (1 + t))
+            train(torch.ones(4, 3))
+            counts.append(counter.frame_count)
+        assert counts[1] == counts[-1], counts
+        graphs.append(counts[-1])
+    assert graphs[0] == graphs[1]
 
 
 @pytest.mark.parametrize("foreach", PATHS)

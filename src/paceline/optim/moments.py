@@ -118,7 +118,8 @@ def _bitsandbytes_value(state: Mapping[str, Any]) -> Tensor:
 def _root_correction(state: Mapping[str, Any], group: Mapping[str, Any]) -> Scalar:
     step, beta2 = state["step"], group["betas"][1]
     if isinstance(step, Tensor):
-        if step.device.type != "cpu":  # not read on the host: that would wait for the device
+        # Not read on the host: that would wait for the device, and a compiler would stop at it.
+        if step.device.type != "cpu" or torch.compiler.is_compiling():
             correction: Tensor = (1 - beta2 ** step.double()) ** 0.5
             return correction
         step = step.item()
