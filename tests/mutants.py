@@ -917,15 +917,36 @@ STATE = [
     Mutant(
         "members-whatever-strides",
         "members.py",
-        "[] if lie_plainly else [grad.stride() for grad in grads]",
+        "[] if plainly else [(grad.stride(), grad.is_neg()) for grad in grads]",
         "[]",
         (_FITS,),
     ),
     Mutant(
         "members-whatever-size",
         "members.py",
-        "return [grad.nbytes for grad in grads], ",
-        "return [], ",
+        "[(grad.dtype, grad.nbytes) for grad in grads], lie",
+        "[grad.dtype for grad in grads], lie",
+        (_FITS,),
+    ),
+    Mutant(
+        "members-whatever-precision",
+        "members.py",
+        "[(grad.dtype, grad.nbytes) for grad in grads], lie",
+        "[grad.nbytes for grad in grads], lie",
+        (_FITS,),
+    ),
+    Mutant(
+        "members-negative-views-are-plain",
+        "members.py",
+        "return known and not tensor.is_neg() and ",
+        "return known and ",
+        (_FITS,),
+    ),
+    Mutant(
+        "native-built-when-it-is-too-late",
+        "native.py",
+        "    _library()  # what cannot be built is to be known before anything has moved\n",
+        "",
         (_FITS,),
     ),
     Mutant(
@@ -1088,8 +1109,8 @@ PACE = [
     Mutant(
         "fused-gradients-where-they-were",
         "fused.py",
-        "if own != self._sent or capturing:",
-        "if not self._sent:",
+        "elif own != self._sent or self._captured:",
+        "elif not self._sent:",
         (f"{_FUSED}::test_gradients_that_move_are_found",),
     ),
     Mutant(

@@ -164,6 +164,37 @@ def test_a_graph_captured_before_the_first_step_seeds_once(foreach):
     assert_same_bits(on_cpu(everything(twin)), on_cpu(everything(optimizer)))
 
 
+@pytest.mark.parametrize("between", ["nothing", "averages", "eager", "both"])
+def test_a_captured_fused_step_among_others(between):
+    """Averages shown, memory taken and steps with other gradients between replays change nothing."""
+    static, others = gradients_on_gpu(2)
+    runs = []
+    for captured in (True, False):
+        parameters = on_gpu()
+        optimizer = run(parameters, [static], fused=True, capturable=True, pullback_strength=30.0)
+        own = [p.grad for p in parameters]
+        kept = [g.float() for g in others]
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        for _ in range(4):
+            if captured:
+                graph.replay()
+            else:
+                set_gradients(parameters, own)
+                optimizer.step()
+            if between in ("averages", "both"):
+                with averaged_weights(optimizer):
+                    taken = [torch.full((1000,), 1e9, device="cuda") for _ in range(50)]
+                del taken
+            if between in ("eager", "both"):
+                set_gradients(parameters, kept)
+                optimizer.step()
+        runs.append(on_cpu(everything(optimizer)))
+    assert_same_bits(*runs)
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_of_a_first_fused_step_is_refused():
     parameters = on_gpu()

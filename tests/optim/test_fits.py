@@ -9,6 +9,7 @@ import torch
 from problems import assert_same_bits, everything
 
 from paceline import PACE
+from paceline.optim import native
 
 KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
@@ -53,6 +54,10 @@ def _reset_count(optimizer, parameter):
     optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float64)
 
 
+def _replace_memory_of_count(optimizer, parameter):
+    optimizer.state[parameter]["step"].data = torch.tensor(10.0, dtype=torch.float64)
+
+
 def _reverse_parameters(optimizer, parameter):
     optimizer.param_groups[0]["params"].reverse()
 
@@ -78,7 +83,8 @@ def _nothing(optimizer, parameter):
 CHANGES = [
     *(_nothing, _swap_memory, _transpose, _replace_moment, _replace_memory_of_moment),
     *(_widen_memory_of_average, _replace_state),
-    *(_drop_state, _ask_for_a_second_average, _reset_count, _reverse_parameters, _add_group),
+    *(_drop_state, _ask_for_a_second_average, _reset_count, _replace_memory_of_count),
+    *(_reverse_parameters, _add_group),
     *(_show_the_average, _load),
 ]
 
@@ -197,6 +203,83 @@ def test_gradients_are_not_kept_alive(kind):
         optimizer.zero_grad()
         gc.collect()
         assert kept() is None
+
+
+class Wrapped(torch.Tensor):
+    """As torch's own of a collective that is under way: what it stands for is not where it says."""
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("make", [lambda g: g.as_subclass(Wrapped), torch._neg_view])
+def test_one_pass_refuses_gradients_that_are_not_what_lies_at_their_address(make, steps_before):
+    """The paths of torch's own operations take them."""
+    for kind in KINDS:
+        parameter = torch.ones(4).requires_grad_()
+        optimizer = PACE([parameter], lr=1e-2, **KINDS[kind])
+        for _ in range(steps_before):
+            parameter.grad = torch.ones(4)
+            optimizer.step()
+        parameter.grad = make(torch.ones(4))
+        if kind == "fused":
+            with pytest.raises(RuntimeError, match="parameter 0 of group 0 has a gradient that is not plain"):
+                optimizer.step()
+            assert optimizer.state[parameter]["step"] == steps_before
+        else:
+            optimizer.step()
+
+
+def test_a_gradient_of_another_precision_is_refused_also_later():
+    parameter, optimizer = stepped("fused")
+    parameter.grad_dtype = None
+    parameter.grad = torch.ones(4, 4, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"the gradient of parameter 0 of group 0 is torch\.int32"):
+        optimizer.step()
+
+
+def test_what_cannot_be_built_is_known_before_anything_has_moved(monkeypatch, tmp_path):
+    first, second = (torch.ones(4).requires_grad_() for _ in range(2))
+    optimizer = PACE([{"params": [first]}, {"params": [second], "fused": True}], lr=1e-2)
+    first.grad, second.grad = torch.ones(4), torch.ones(4)
+    monkeypatch.setenv("CC", "/bin/false")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    native._library.cache_clear()
+    with pytest.raises(RuntimeError, match="could not build"):
+        optimizer.step()
+    monkeypatch.undo()
+    native._library.cache_clear()
+    assert [optimizer.state[p]["step"].item() for p in (first, second)] == [0, 0]
+    assert torch.equal(first, torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_in_inference_mode_and_out_of_it(kind):
+    parameter = torch.ones(4).requires_grad_()
+    optimizer = PACE([parameter], lr=1e-2, **KINDS[kind])
+    for _ in range(2):
+        with torch.inference_mode():
+            parameter.grad = torch.ones(4)
+            optimizer.step()
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    assert optimizer.state[parameter]["step"] == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_of_another_shape(kind):
+    parameter, optimizer = stepped(kind)
+    optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].reshape(1).clone()
+    parameter.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].item() == 3
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_one_pass_refuses_a_parameter_that_is_in_its_group_twice():
+    parameter = torch.ones(4).requires_grad_()
+    optimizer = PACE([parameter, parameter], fused=True)
+    parameter.grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match="parameter 1 of group 0 is in its group twice"):
+        optimizer.step()
 
 
 def test_a_copy_remembers_nothing():

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.optim.members import Members
+from paceline.optim.members import Members, is_plain
 from paceline.optim.moments import finite_sum
 from paceline.optim.onepass import (
     NOT_ALIKE,
+    NOT_PLAIN,
     Numbers,
     averages_that_move,
     lie_alike,
@@ -50,6 +51,8 @@ def refusal(slot: Slot) -> str | None:
         return f"is {live.dtype} and its state is of another precision than PACE gave it"
     if not lie_alike(slot):
         return NOT_ALIKE
+    if not is_plain(slot.grad):
+        return NOT_PLAIN
     if find_spec("triton") is None:
         return f"is on {live.device}, where fused=True needs Triton, which is not installed; leave fused out"
     return None
@@ -59,7 +62,8 @@ def fused_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0) -> None:
     """One step for all members, in place, whose counts are advanced already; `scale` as in `pace_step_`."""
     counts = _counts(members, recipe.capturable)
     for launch in _launches(members, counts):
-        launch.set_gradients(members.addresses)
+        if launch.set_gradients(members.addresses):
+            members.memo.setdefault("captured", []).append(launch)
         launch.step_(counts[launch.places[0]], recipe, scale)
 
 
@@ -127,28 +131,41 @@ class _Launch:
             rows.append((row[0], *row[2:], *addresses))
         self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
         self._chunks = _chunks(self._device, self._sizes, self._block)
+        self._starts = _starts(self._device, self._sizes, self._block)
         self._sums = torch.empty(len(self._chunks), device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
         self._sent: list[int] = []
         self._grads_aligned = False
         self._one = torch.ones((), device=self._device)
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
-        self._spares, self._captured = list[Tensor](), list[Tensor]()
+        self._spares = list[Tensor]()
+        self._captured = dict[tuple[int, ...], Tensor]()
         self._versions: list[int] | None = None
 
-    def set_gradients(self, addresses: list[int]) -> None:
-        """Where they are at this step; those of all members."""
+    def set_gradients(self, addresses: list[int]) -> bool:
+        """Where they are at this step; those of all members. Whether that was captured."""
         own = addresses if len(addresses) == len(self.places) else [addresses[i] for i in self.places]
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # They often come back to where they were, so that there is nothing to send.
-        if own != self._sent or capturing:
-            sent = torch.tensor(own, dtype=torch.int64)
-            if capturing:  # what is replayed is the copy, so that what is copied has to stay
-                sent = self._spares.pop().copy_(sent)
-                self._captured.append(sent)
-            self._grads.copy_(sent, non_blocking=True)
-            self._sent = [] if capturing else list(own)
-            self._grads_aligned = all(address % 16 == 0 for address in own)
+        if capturing:  # what is replayed is the copy, so that what is copied has to stay
+            self._grads.copy_(self._pinned(own), non_blocking=True)
+        # They often come back to where they were, with nothing to send; but a replay sends those of its own.
+        elif own != self._sent or self._captured:
+            self._grads.copy_(torch.tensor(own, dtype=torch.int64), non_blocking=True)
+        self._sent = list(own)
+        self._grads_aligned = all(address % 16 == 0 for address in own)
+        return capturing
+
+    def _pinned(self, addresses: list[int]) -> Tensor:
+        """Addresses in memory that stays as it is."""
+        key = tuple(addresses)
+        if key not in self._captured:
+            if not self._spares:
+                raise RuntimeError(
+                    f"more than {SPARES} captures of a fused step since the last that was not captured: take "
+                    "such a step between"
+                )
+            self._captured[key] = self._spares.pop().copy_(torch.tensor(addresses, dtype=torch.int64))
+        return self._captured[key]
 
     def counts_on_device(self) -> Tensor:
         """How old each is, (tensors,) float64."""
@@ -204,7 +221,7 @@ class _Launch:
                     self._table, self._chunks, self._sums, OF=_type(self._dtype), ALIGNED=self._aligned,
                     BLOCK=self._block, num_warps=self._warps, enable_fp_fusion=False,
                 )  # fmt: skip
-            starts = _starts(self._device, self._sizes, self._block)
+            starts = self._starts
             kernel.totals[(len(self.places),)](self._sums, starts, found, WIDTH=WIDTH, num_warps=16)
         return found
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from paceline.optim.rule import Slot
 from paceline.optim.state import State
@@ -87,7 +88,8 @@ class Members(NamedTuple):
 
 def count_together(states: list[State], slots: list[Slot]) -> tuple[list[Slot], Tensor]:
     """The slots with counts that are parts of one tensor, which one operation advances, and that tensor."""
-    counts = torch.stack([slot.step for slot in slots])
+    with torch.inference_mode(False):  # else no later step could advance them
+        counts = torch.stack([slot.step.reshape(()) for slot in slots])
     for state, count in zip(states, counts.unbind(), strict=True):
         state["step"] = count
     return [slot._replace(step=state["step"]) for slot, state in zip(slots, states, strict=True)], counts
@@ -103,17 +105,17 @@ class Fit:
         self._idle = [parameter for parameter in params if id(parameter) not in taking_part]
         self._states = states = members.states
         self._kept = list(_values(states))
-        arrays = (value for state in states for key, value in state.items() if key != "step")
-        self._arrays = [*self._parameters, *(array for array in arrays if isinstance(array, Tensor))]
+        self._arrays = [*self._parameters, *(kept for kept in self._kept if isinstance(kept, Tensor))]
         self._addresses = list(map(_address, self._arrays))
         self._looks = _looks(members.grads)
         self._settings = settings
 
     @staticmethod
     def can_be(parameters: list[Tensor], states: list[State], slots: list[Slot]) -> bool:
-        """Whether there is anything to remember: parameters are plain and gradients lie like them."""
-        return all(
-            type(parameter.data) is Tensor
+        """Whether there is anything to remember: each parameter once, plain, its gradient lying like it."""
+        return len(set(map(id, parameters))) == len(parameters) and all(
+            is_plain(parameter.data)
+            and is_plain(slot.grad)
             and not parameter.is_complex()
             and not parameter.is_meta
             and slot.grad.stride() == parameter.stride()
@@ -132,9 +134,16 @@ class Fit:
             addresses = list(map(_address, grads))
         except (TypeError, RuntimeError):  # there is none, or it is sparse
             return None
+        if not all(addresses) and not all(map(is_plain, grads)):
+            return None
         if _looks(grads) != self._looks or any(parameter.grad is not None for parameter in self._idle):
             return None
         return Members(self._parameters, self._states, grads, addresses, self._rests, self._memo)
+
+    def captured(self) -> list[object]:
+        """What a graph was captured with."""
+        parts = [self._memo, *(part for part in self._memo.values() if isinstance(part, dict))]
+        return [kept for part in parts for kept in part.get("captured", ())]
 
     def _are_where_they_were(self) -> bool:
         kept = list(_values(self._states))
@@ -150,13 +159,15 @@ class Fits:
     def __init__(self) -> None:
         self._groups: dict[int, Fit] = {}
         self._states: list[State] = []
+        self._captured: list[object] = []
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def clear(self) -> None:
         """Forget all, and the tensors that it keeps."""
-        self._groups.clear()
+        for number in list(self._groups):
+            self._forget(number)
         self._states.clear()
 
     def look(self, states: States) -> None:
@@ -169,8 +180,14 @@ class Fits:
         fit = self._groups.get(number)
         members = None if fit is None else fit.again(params, settings)
         if members is None:
-            self._groups.pop(number, None)  # before there is anything new: it keeps memory
+            self._forget(number)  # before there is anything new: it keeps memory
         return members
+
+    def _forget(self, number: int) -> None:
+        fit = self._groups.pop(number, None)
+        if fit is not None:
+            # A captured graph, of whose end nobody tells us, goes on to read what it was captured with.
+            self._captured += fit.captured()
 
     def keep(self, number: int, fit: Fit, states: States) -> None:
         """Remember a group as it is now."""
@@ -185,7 +202,14 @@ def _values(states: list[State]) -> Iterable[Tensor]:
     return chain.from_iterable(map(dict.values, states))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its elements are what lies at its address: no wrapper, no negative view, no unwritten zeros."""
+    known = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
+    return known and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
 def _looks(grads: list[Tensor]) -> tuple[object, ...]:
-    """How large gradients are and how they lie, which is how their parameters do."""
-    lie_plainly = all(map(Tensor.is_contiguous, grads))
-    return [grad.nbytes for grad in grads], [] if lie_plainly else [grad.stride() for grad in grads]
+    """What gradients are and how they lie, which is how their parameters do."""
+    plainly = all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
+    lie = [] if plainly else [(grad.stride(), grad.is_neg()) for grad in grads]
+    return [type(grad) for grad in grads], [(grad.dtype, grad.nbytes) for grad in grads], lie

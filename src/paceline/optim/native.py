@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from paceline.cache import cache_folder
-from paceline.optim.members import Members
+from paceline.optim.members import Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
+    NOT_PLAIN,
     Numbers,
     averages_that_move,
     lie_alike,
@@ -112,7 +113,12 @@ def refusal(slot: Slot) -> str | None:
     arrays = [array for array in slot[:6] if array is not None]
     if any(array.dtype != torch.float32 for array in arrays):
         return f"is {live.dtype}; fused=True on a CPU is for float32"
-    return None if lie_alike(slot) else NOT_ALIKE
+    if not lie_alike(slot):
+        return NOT_ALIKE
+    if not is_plain(slot.grad):
+        return NOT_PLAIN
+    _library()  # what cannot be built is to be known before anything has moved
+    return None
 
 
 def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0) -> None:

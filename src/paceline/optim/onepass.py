@@ -120,3 +120,4 @@ def lie_alike(slot: Slot) -> bool:
 
 
 NOT_ALIKE = "and its gradient and state do not lie alike in memory, without gaps; make them contiguous"
+NOT_PLAIN = "has a gradient that is not plain memory (a wrapper, a negative view); clone it"

@@ -56,6 +56,7 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
     parameters = [parameter for _, parameter in places]
     slots = [_slot(states, parameter, group, number, i) for i, parameter in places]
     if one_pass:
+        _refuse_doubles(group, number, places)
         for (i, _), slot in zip(places, slots, strict=True):
             if reason := _refusal(slot):
                 raise RuntimeError(f"{name_of(group, number, i)} {reason}")
@@ -68,6 +69,14 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
     if fit:
         fits.keep(number, Fit(group["params"], members, settings), states)
     return Work(group, members, _path(group, parameters, one_pass), anew=True)
+
+
+def _refuse_doubles(group: dict[str, Any], number: int, places: list[tuple[int, Tensor]]) -> None:
+    seen: set[int] = set()
+    for i, parameter in places:
+        if id(parameter) in seen:
+            raise RuntimeError(f"{name_of(group, number, i)} is in its group twice; fused=True needs it once")
+        seen.add(id(parameter))
 
 
 _SETTINGS = ("average_dtype", "capturable", "foreach", "differentiable")
