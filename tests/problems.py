@@ -166,10 +166,10 @@ CHANGES_OF_MOMENTS = {
 }
 
 
-def with_and_without_memory(change, device="cpu"):
+def with_and_without_memory(change, shapes, device="cpu"):
     """Everything after six steps of PACE(fused=True), with a change before the fourth that is taken back
     before the fifth, where possible: of an optimizer, and of one that is made to forget before every step."""
-    shapes, runs = [(40, 40), (2000,), (5,)], []
+    runs = []
     for forgetful in (False, True):
         parameters = [
             p.detach().to(device).requires_grad_() for p in make_parameters(0, torch.float32, shapes)
