@@ -41,6 +41,7 @@ VARIANTS = {
     "maximize": {"gain": "paper", "maximize": True, "pullback_strength": 30.0},
     "no_decay": {"gain": "paper", "weight_decay": 0.0, "pullback_strength": 30.0},
     "betas_eps": {"gain": "paper", "betas": (0.8, 0.95), "eps": 1e-3, "pullback_strength": 30.0},
+    "no_momentum": {"gain": "paper", "betas": (0.0, 0.95), "pullback_strength": 30.0},
     "usual": {"gain": "scaled"},
 }
 

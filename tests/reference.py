@@ -114,7 +114,9 @@ def of_the_same_state(optimizer, parameters, t, settings):
     references = []
     for p in parameters:
         r, state = Reference(_numpy(p), **settings), optimizer.state[p]
-        r.m, r.v, r.average, r.t = *(_numpy(state[k]) for k in ("exp_avg", "exp_avg_sq", "average")), t
+        r.v, r.average, r.t = *(_numpy(state[k]) for k in ("exp_avg_sq", "average")), t
+        if "exp_avg" in state:  # without momentum there is none
+            r.m = _numpy(state["exp_avg"])
         r.returned = _numpy(state.get("returned", state["average"]))
         r.root = np.sqrt(r.v / (1 - r.betas[1] ** t)) if t else np.zeros_like(r.v)
         references.append(r)
@@ -126,12 +128,10 @@ def distances(optimizer, parameters, references):
     found = {}
     for p, r in zip(parameters, references, strict=True):
         state = optimizer.state[p]
-        pairs = {
-            "live": (p, r.live),
-            "exp_avg": (state["exp_avg"], r.m),
-            "exp_avg_sq": (state["exp_avg_sq"], r.v),
-        }
+        pairs = {"live": (p, r.live), "exp_avg_sq": (state["exp_avg_sq"], r.v)}
         pairs["average"] = state["average"], r.average
+        if "exp_avg" in state:
+            pairs["exp_avg"] = state["exp_avg"], r.m
         if "returned" in state:
             pairs["returned"] = state["returned"], r.returned
         for name, (ours, theirs) in pairs.items():

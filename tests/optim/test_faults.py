@@ -160,7 +160,7 @@ def test_a_skipped_step_after_a_reset_does_not_seed():
 
 
 def test_what_is_refused_is_refused_before_any_update():
-    """A bad second group, or a gradient of another precision, leaves the first untouched."""
+    """A bad second group, or a gradient of another kind, leaves the first untouched."""
     first, second = torch.ones(2).requires_grad_(), torch.ones(2).requires_grad_()
     optimizer = PACE([{"params": [first]}, {"params": [second]}], foreach=True)
     first.grad = second.grad = torch.ones(2)
@@ -172,7 +172,7 @@ def test_what_is_refused_is_refused_before_any_update():
     optimizer.param_groups[1]["lr"] = 1e-3
     second.data = second.data.double()
     second.grad = torch.ones(2, dtype=torch.float64)
-    second.data = second.data.float()
+    second.data = second.data.to(torch.complex64)
     with pytest.raises(RuntimeError, match=r"gradient of parameter 0 of group 1 is torch.float64"):
         optimizer.step()
     assert torch.equal(first, torch.ones(2))

@@ -24,7 +24,7 @@ from reference import distances, of_the_same_state, step_model
 
 from paceline import PACE, averaged_weights
 from paceline.optim import fused, work
-from paceline.optim.storage import decode
+from paceline.optim.storage import decode, joined
 
 pytest.importorskip("triton")
 
@@ -46,8 +46,9 @@ def interpreted(monkeypatch):
     from paceline.optim import kernel
 
     assert type(kernel.step).__name__ == "InterpretedFunction"
-    monkeypatch.setattr(fused, "TILES", dict.fromkeys(fused.TILES, (128, 4)))
-    monkeypatch.setitem(work.ONE_PASS, "cpu", work.OnePass(fused.refusal, fused.fused_step_, fused.energy_of))
+    tiles = {kind: (256 if kind == (torch.int8, 2) else 128, 4) for kind in fused.TILES}
+    monkeypatch.setattr(fused, "TILES", tiles)
+    monkeypatch.setitem(work.ONE_PASS, "cpu", work.ONE_PASS["cuda"])
 
 
 def parameters_of(dtype=torch.float32, shapes=SHAPES, seed=0):
@@ -321,6 +322,251 @@ def test_parameters_that_cannot_take_it_are_named():
         optimizer.step()
 
 
+def test_sharded_parameters_take_it_by_their_parts():
+    """All of a tensor may be one rank's part; then they are as if nobody had cut them."""
+    from torch import distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    own_group = not dist.is_initialized()
+    if own_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(DEVICE, (1,))
+        shapes = [(33, 7), (16,), (128,)]
+        plain = parameters_of(shapes=shapes)
+        cut = [distribute_tensor(p.detach(), mesh, [Shard(0)]).requires_grad_() for p in plain]
+        settings = {"lr": 1e-2, "gain": "paper", "fused": True, "max_grad_norm": 1.0, "rounding": "master"}
+        one, other = PACE(plain, **settings), PACE(cut, **settings)
+        for step in gradients_of(4, shapes):
+            set_gradients(plain, step)
+            for p, g in zip(cut, step, strict=True):
+                p.grad = distribute_tensor(g.float(), mesh, [Shard(0)])
+            one.step()
+            other.step()
+        for p, q in zip(plain, cut, strict=True):
+            ours = {
+                "live": q.to_local(),
+                **{k: getattr(v, "to_local", lambda v=v: v)() for k, v in other.state[q].items()},
+            }
+            theirs = {"live": p.detach(), **one.state[p]}
+            assert ours.keys() == theirs.keys()
+            assert all(torch.allclose(ours[k], theirs[k], rtol=1e-5, atol=1e-7) for k in ours)
+    finally:
+        if own_group:
+            dist.destroy_process_group()
+
+
+# --- Weights in bfloat16 ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"gain": "paper", "betas": (0.0, 0.99)}], ids=["usual", "no momentum"]
+)
+def test_master_weights_are_those_of_float32(settings, storage):
+    """Beside float32 weights that are given the same gradients: all bits of weights and state."""
+    parameters = parameters_of(torch.bfloat16)
+    wide = [p.detach().float().requires_grad_() for p in parameters]
+    settings = {"lr": 1e-2, "fused": True, "average_dtype": storage, **settings}
+    optimizer, other = PACE(parameters, rounding="master", **settings), PACE(wide, **settings)
+    for step in gradients_of(5):
+        advance(optimizer, parameters, [[g.bfloat16() for g in step]])
+        advance(other, wide, [[g.bfloat16() for g in step]])
+    for narrow, full in zip(parameters, wide, strict=True):
+        ours, theirs = dict(optimizer.state[narrow]), other.state[full]
+        live = joined(narrow, ours.pop("live_rest"))
+        assert_same_bits({"live": live, **ours}, {"live": full.detach(), **theirs})
+
+
+def test_weights_rounded_at_random_are_those_of_the_other_paths():
+    """At every one of 4 steps, from equal inputs: the same hash, so that few differ, and those by a unit."""
+    parameters, different, count = parameters_of(torch.bfloat16), 0, 0
+    settings = {"lr": 1e-2, "rounding": "stochastic"}
+    optimizer = PACE(parameters, fused=True, **settings)
+    for gradients in gradients_of(4):
+        twins = [p.detach().clone().requires_grad_() for p in parameters]
+        other = PACE(twins, foreach=True, **settings)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        advance(optimizer, parameters, [gradients])
+        advance(other, twins, [gradients])
+        a, b = everything(optimizer), everything(other)
+        assert a.keys() == b.keys()
+        for key in a:
+            apart = (a[key].double() - b[key].double()).abs()
+            unit = b[key].double().abs() * (2.0**-7 if a[key].dtype == torch.bfloat16 else 1e-5)
+            assert (apart <= unit + 1e-6).all(), key
+            if a[key].dtype == torch.bfloat16:
+                different, count = different + int((apart > 0).sum()), count + apart.numel()
+    assert different <= 0.01 * count + 1
+
+
+@pytest.mark.skipif(not CUDA, reason="100,000 draws are many for the interpreter")
+def test_rounding_at_random_is_right_on_the_mean():
+    parameter = torch.ones(100_000, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    optimizer = PACE([parameter], lr=7e-4, gain="paper", weight_decay=0.0, fused=True, rounding="stochastic")
+    for _ in range(3):
+        parameter.grad = torch.full_like(parameter, 0.3)
+        optimizer.step()
+    assert abs(parameter.detach().double().mean().item() - (1 - 3 * 7e-4)) < 3e-5
+    gradient = torch.tensor(0.3, dtype=torch.bfloat16).double().item()
+    v = optimizer.state[parameter]["exp_avg_sq"].double().mean().item()
+    assert abs(v / (gradient**2 * (1 - 0.999**3)) - 1) < 3e-5
+
+
+# --- Gradients --------------------------------------------------------------------------------------
+
+
+def test_gradients_of_other_precisions_in_one_group():
+    """As if they had been cast first."""
+    kinds = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32, torch.float16]
+    parameters, twins = parameters_of(), parameters_of()
+    one, other = (PACE(ps, lr=1e-2, fused=True) for ps in (parameters, twins))
+    for step in gradients_of(3):
+        for p, q, g, kind in zip(parameters, twins, step, kinds, strict=True):
+            p.grad_dtype, p.grad, q.grad = kind, g.to(kind), g.to(kind).float()
+        one.step()
+        other.step()
+    assert_same_bits(everything(one), everything(other))
+
+
+@pytest.mark.parametrize("counted", ["host", "device"])
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_clipping_by_the_norm(limit, counted, monkeypatch):
+    """As torch's clip_grad_norm_ before the step, to rounding."""
+    monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
+    settings = {"lr": 1e-2, "fused": True, "capturable": counted == "device"}
+    ours, theirs = parameters_of(), parameters_of()
+    own, other = PACE(ours, max_grad_norm=limit, **settings), PACE(theirs, **settings)
+    for step in gradients_of(3):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, limit)
+        own.step()
+        other.step()
+        assert abs(own.grad_norm.item() / norm.item() - 1) < 1e-6
+    for key, value in everything(own).items():
+        assert torch.allclose(value, everything(other)[key], rtol=2e-5, atol=1e-6), key
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_step_is_skipped_on_the_device(bad, monkeypatch):
+    """Whole, with its count: as if that gradient had never been."""
+    monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
+    settings = {"lr": 1e-2, "fused": True, "capturable": True, "skip_nonfinite": True}
+    steps = gradients_of(4)
+    parameters, twins = parameters_of(), parameters_of()
+    one, other = PACE(parameters, **settings), PACE(twins, **settings)
+    for t, step in enumerate(steps):
+        advance(one, parameters, [step])
+        advance(other, twins, [step])
+        if t in (0, 2):
+            before = everything(one)
+            spoilt = [g.clone() for g in step]
+            spoilt[0][3, 2] = bad
+            advance(one, parameters, [spoilt])
+            assert_same_bits(before, everything(one))
+    # Huge is not bad: its square overflows, and it is finite.
+    advance(one, parameters, [[torch.full_like(g, 3e38) for g in steps[0]]])
+    assert one.state[parameters[0]]["step"].item() == 5
+    advance(other, twins, [[torch.full_like(g, 3e38) for g in steps[0]]])
+    assert_same_bits(everything(one), everything(other))
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_a_scaler_leaves_unscaling_and_skipping_to_the_step():
+    """Nothing is read on the host; the same weights as where the scaler itself unscales and skips."""
+    ends = {}
+    for capturable in (True, False):
+        parameters = parameters_of()
+        optimizer = PACE(parameters, lr=1e-2, fused=True, capturable=capturable, max_grad_norm=1.0)
+        assert optimizer._step_supports_amp_scaling is capturable
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
+        for t in range(4):
+            optimizer.zero_grad()
+            loss = sum((p * (p + 1)).sum() for p in parameters) * (torch.inf if t == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.state[parameters[0]]["step"].item() == 3
+        assert scaler.get_scale() == 2.0**11
+        ends[capturable] = everything(optimizer)
+    for key, value in ends[True].items():
+        assert torch.allclose(value.cpu(), ends[False][key].cpu(), rtol=1e-5, atol=1e-6), key
+
+
+# --- On the host ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("settings", [{"update_every": 3}, {"gain": "paper"}, {"foreach": True}], ids=str)
+def test_averages_kept_on_the_host_are_those_kept_on_the_device(settings, tmp_path):
+    def made(offload):
+        parameters = parameters_of()
+        optimizer = PACE(parameters, lr=1e-2, offload=offload, **settings)
+        advance(optimizer, parameters, gradients_of(7))
+        return optimizer, parameters
+
+    (away, parameters), (here, twins) = made(True), made(False)
+    for p, q in zip(parameters, twins, strict=True):
+        kept = away.state[p]["average"]
+        assert kept.device.type == "cpu" and (kept.is_pinned() or not kept.numel())
+        with averaged_weights(away), averaged_weights(here):
+            assert torch.equal(p, q)
+        assert torch.equal(p, q)
+    torch.save(away.state_dict(), tmp_path / "state.pt")
+    resumed_parameters = [p.detach().clone().requires_grad_() for p in parameters]
+    resumed = PACE(resumed_parameters, lr=1e-2, offload=True, **settings)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt"))
+    here.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for optimizer, own in ((away, parameters), (resumed, resumed_parameters), (here, twins)):
+        advance(optimizer, own, gradients_of(3, seed=5))
+    assert here.state[twins[0]]["average"].is_cuda
+    kinds = [{k: v.cpu() for k, v in everything(o).items()} for o in (away, resumed, here)]
+    assert_same_bits(kinds[0], kinds[1])
+    assert_same_bits(kinds[0], kinds[2])
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_averages_kept_on_the_host_take_no_memory_of_the_device():
+    found = {}
+    for offload in (False, True):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        parameters = parameters_of(shapes=[(1000, 1000)] * 3)
+        optimizer = PACE(parameters, lr=1e-2, update_every=2, offload=offload)
+        set_gradients(parameters, [torch.ones_like(p) for p in parameters])
+        for _ in range(4):
+            optimizer.step()
+        torch.cuda.synchronize()
+        found[offload] = torch.cuda.memory_allocated() - before
+        del parameters, optimizer
+    assert found[False] - found[True] >= 2 * 3 * 4_000_000
+
+
+# --- The choice of a path ---------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_on_a_gpu_one_pass_is_taken_where_it_can_be():
+    for settings, dtype, name in (
+        ({}, torch.float32, "one pass, by Triton"),
+        ({"foreach": True}, torch.float32, "foreach"),
+        ({"fused": False, "foreach": False}, torch.float32, "tensor by tensor"),
+        ({"gain": "relative", "pullback_strength": 1.0}, torch.float32, "foreach"),
+    ):
+        parameters = parameters_of(dtype)
+        optimizer = PACE(parameters, lr=1e-2, **settings)
+        assert f"step of group 0: {name}" in repr(optimizer)
+        advance(optimizer, parameters, gradients_of(2))
+        taken = work.plan_all(optimizer.state, optimizer.param_groups, optimizer._fits)[0]
+        assert taken.members.memo["one pass"] is (name == "one pass, by Triton")
+    parameters = parameters_of(torch.float64)
+    optimizer = PACE(parameters, lr=1e-2)
+    advance(optimizer, parameters, gradients_of(2))
+    assert optimizer.state[parameters[0]]["step"].item() == 2
+
+
 COMPILE = """
 import re
 import triton
@@ -331,17 +577,21 @@ from paceline.optim import kernel
 
 names = kernel.step.arg_names
 # Six arrays, two loads of four float32 each; residuals in bfloat16 take one, those in int8 a narrower one.
-for of, stored, wide in (
-    (tl.float32, tl.float32, 6 * 2),
-    (tl.bfloat16, tl.float32, 4 + 2 * 2),
-    (tl.float32, tl.bfloat16, 4 * 2 + 2),
-    (tl.float32, tl.int8, 4 * 2),
+for of, stored, rounding, wide in (
+    (tl.float32, tl.float32, "nearest", 6 * 2),
+    (tl.bfloat16, tl.float32, "nearest", 4 + 2 * 2),
+    (tl.float32, tl.bfloat16, "nearest", 4 * 2 + 2),
+    (tl.float32, tl.int8, "nearest", 4 * 2),
+    (tl.bfloat16, tl.float32, "stochastic", 4 + 2 * 2),
+    (tl.bfloat16, tl.float32, "master", 3 + 4 * 2),
 ):
     settings = {"OF": of, "GRAD": of, "STORAGE": stored, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2}
-    settings |= {"SUMS": True, "ON_DEVICE": False, "ALIGNED": True, "GRAD_ALIGNED": True}
-    settings |= {"BLOCK": 1024}
+    settings |= {"SUMS": 1, "ON_DEVICE": False, "ALIGNED": True, "GRAD_ALIGNED": True}
+    settings |= {"MOMENTS": tl.float32 if rounding == "master" else of, "MOMENTUM": True}
+    settings |= {"ROUNDING": rounding, "BLOCK": 1024, "FACTOR": True, "SKIP": True}
     types = dict.fromkeys(names, "fp32") | dict.fromkeys(("table", "grads", "chunks"), "*i64")
-    types |= dict.fromkeys(("scale", "sums", "numbers"), "*fp32") | {"ages": "*i64", "t": "i64"}
+    pointers = dict.fromkeys(("scale", "factor", "skip", "sums", "numbers"), "*fp32")
+    types |= pointers | {"ages": "*i64", "t": "i64"}
     types |= dict.fromkeys(settings, "constexpr")
     source = ASTSource(kernel.step, types, {(names.index(k),): v for k, v in settings.items()})
     options = {"num_warps": 4, "enable_fp_fusion": False}

@@ -58,12 +58,12 @@ REFUSED = [
     ({"max_gain": math.nan}, "max_gain", "nan", "> 0"),
     ({"maximize": 1}, "maximize", "1", "True or False"),
     ({"foreach": True, "differentiable": True}, "foreach=True", "differentiable=True", "use foreach=False"),
-    (
-        {"skip_nonfinite": True, "capturable": True},
-        "skip_nonfinite=True",
-        "capturable=True",
-        "one of the two",
-    ),
+    ({"max_grad_norm": 0.0}, "max_grad_norm", "0.0", "None, or > 0"),
+    ({"max_grad_norm": "1"}, "max_grad_norm", "'1'", "None, or > 0"),
+    ({"rounding": "up"}, "rounding", "'up'", "'nearest', 'stochastic', 'master'"),
+    ({"rounding": "master", "differentiable": True}, "rounding='master'", "differentiable", "one of the two"),
+    ({"offload": 1}, "offload", "1", "True or False"),
+    ({"offload": True, "average_dtype": "int8"}, "offload=True", "average_dtype='int8'", "one of the two"),
 ]
 
 

@@ -910,12 +910,13 @@ def test_codes_that_lost_their_strides_are_refused():
 
 def test_helpers_say_what_they_would_do():
     live = torch.randn(300)
-    state = PACE([live.requires_grad_()], average_dtype="int8").state[live]
+    optimizer = PACE([live.requires_grad_()], average_dtype="int8")
+    state = optimizer.state[live]
     assert kept_as("int8", live, state, ("average", "returned")) is state
     assert storage_refusal(live, "int8") is None and storage_refusal(live.double(), "float32") is None
     # A parameter replaced before its first step gets a state of its own shape.
     shorter = torch.randn(7)
-    group = {"average_dtype": "int8", "return_power": 0.7, "capturable": False}
+    group = dict(optimizer.param_groups[0])
     conform(shorter, state, group, 0, 0)
     assert state["average_residual"].shape == (7,) and state["returned_scale"].shape == (1,)
 

@@ -45,12 +45,13 @@ class Lists(NamedTuple):
     exp_avg_sqs: list[Tensor]  # v
 
 
-def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> None:
-    """One step for all slots of a parameter group, in place; `scale` as in `pace_step_`."""
+def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
+    """One step for all slots of a parameter group, in place; `scale` and `factor` as in `pace_step_`."""
     torch._foreach_add_([slot.step for slot in slots], 1)
     on_device = stays_on_device(recipe)
     for chunk in chunks(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
-        _step_chunk_(chunk, recipe, on_device_of(chunk[0].live, scale))
+        live = chunk[0].live
+        _step_chunk_(chunk, recipe, on_device_of(live, scale), on_device_of(live, factor))
 
 
 def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Iterator[list[T]]:
@@ -75,7 +76,7 @@ def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Ite
         yield chunk
 
 
-def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar) -> None:
+def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scalar) -> None:
     lives, grads, exp_avgs, exp_avg_sqs, averages = (list(column) for column in list(zip(*chunk))[:5])
     at = at_step(chunk[0].step, recipe, scale)
     # On the host all steps of a chunk are equal; on the device nobody knows.
@@ -85,11 +86,16 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar) -> None:
     _seed_averages_(chunk, ats)
     gaps = gaps_of(averages, lives, ats, recipe)
 
+    if isinstance(factor, Tensor) or factor != 1:
+        grads = list(torch._foreach_mul(grads, factor))
     if recipe.maximize:
         grads = list(torch._foreach_neg(grads))
     if recipe.weight_decay != 0:
         torch._foreach_mul_(lives, at.decay)
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    if exp_avgs[0] is None:  # without momentum the first moment is the gradient
+        exp_avgs = grads
+    else:
+        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
     del grads

@@ -1,7 +1,7 @@
 """The update on a GPU in one pass over memory: one launch of kernel.py for all tensors of a kind."""
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,11 +22,20 @@ from paceline.optim.onepass import (
 )
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, Scalar, Slot, at_count
-from paceline.optim.sharded import mesh_of
-from paceline.optim.state import scale_key
+from paceline.optim.sharded import local
+from paceline.optim.state import State, scale_key
+from paceline.optim.storage import BLOCK
 
-TILES = {torch.float32: (512, 2), torch.bfloat16: (512, 4), torch.int8: (512, 4)}
-"""Storage of averages → elements and warps of a program, as they are fastest on an H200."""
+TILES = {
+    (torch.float32, 1): (1024, 4),
+    (torch.float32, 2): (1024, 4),
+    (torch.bfloat16, 1): (512, 4),
+    (torch.bfloat16, 2): (512, 4),
+    (torch.int8, 1): (512, 4),
+    (torch.int8, 2): (1024, 4),
+}
+"""Storage of averages and how many there are → elements and warps of a program, as they are fastest on an
+H200."""
 
 WIDTH = 8192
 """Sums of chunks that are added at a time: one program does it for a tensor, and should not take long."""
@@ -43,28 +52,48 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def refusal(slot: Slot) -> str | None:
     """Why a parameter cannot take this path, in words that follow its name; None if it can."""
     live = slot.live
-    if mesh_of(live) is not None:
-        return "is sharded over several ranks, which fused=True does not support"
-    if live.dtype not in DTYPES:
-        return f"is {live.dtype}; fused=True on a GPU is for float32, bfloat16 and float16"
-    if slot.average.dtype not in STORED or not slot.exp_avg.dtype == slot.exp_avg_sq.dtype == live.dtype:
+    for name, array in (("", live), ("has a gradient that ", slot.grad)):
+        if array.dtype not in DTYPES:
+            return f"{name}is {array.dtype}; fused=True on a GPU is for float32, bfloat16 and float16"
+    if slot.average.dtype not in STORED:
         return f"is {live.dtype} and its state is of another precision than PACE gave it"
     if not lie_alike(slot):
         return NOT_ALIKE
     if not is_plain(slot.grad):
         return NOT_PLAIN
-    if find_spec("triton") is None:
-        return f"is on {live.device}, where fused=True needs Triton, which is not installed; leave fused out"
     return None
 
 
-def fused_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0) -> None:
-    """One step for all members, in place, whose counts are advanced already; `scale` as in `pace_step_`."""
+@cache
+def missing() -> str | None:
+    """What this path lacks on this machine, in words that follow "fused=True on a GPU"; None: nothing."""
+    return None if find_spec("triton") else "needs Triton, which is not installed"
+
+
+def fused_step_(
+    members: Members,
+    recipe: Recipe,
+    scale: Scalar = 1.0,
+    factor: Scalar = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """One step for all members, in place, whose counts are advanced already; `scale` and `factor` as in
+    `pace_step_`. Where `skip`, () on the device, is not 0, nothing changes."""
     counts = _counts(members, recipe.capturable)
     for launch in _launches(members, counts):
         if launch.set_gradients(members.addresses):
             members.memo.setdefault("captured", []).append(launch)
-        launch.step_(counts[launch.places[0]], recipe, scale)
+        launch.step_(counts[launch.places[0]], recipe, scale, factor, skip)
+
+
+def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
+    """As in sharded.py, of all members."""
+    found = []
+    for launch in _launches(members, _counts(members, capturable)):
+        if launch.set_gradients(members.addresses):
+            members.memo.setdefault("captured", []).append(launch)
+        found.append(launch.sums_of_gradients())
+    return found
 
 
 def energy_of(members: Members, beta2: float, capturable: bool) -> Tensor | None:
@@ -98,7 +127,8 @@ def _launches(members: Members, counts: list[float]) -> "list[_Launch]":
         alike: dict[object, list[int]] = {}
         for i, (slot, count) in enumerate(zip(members.rests, counts, strict=True)):
             if slot.live.numel():
-                kind = slot.live.device, slot.live.dtype, slot.average.dtype, _is_aligned(slot)
+                live, dtypes = slot.live, (members.grads[i].dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
+                kind = live.device, live.dtype, *dtypes, _is_aligned(slot, members.states[i])
                 key = (*kind, None if same else count)
                 alike.setdefault(key, []).append(i)
         members.memo["younger"] = younger
@@ -107,8 +137,9 @@ def _launches(members: Members, counts: list[float]) -> "list[_Launch]":
     return launches
 
 
-def _is_aligned(slot: Slot) -> bool:
-    return all(array.data_ptr() % 16 == 0 for array in slot[:6] if array is not None)
+def _is_aligned(slot: Slot, state: State) -> bool:
+    arrays = (*slot[:6], state.get("live_rest"))
+    return all(array.data_ptr() % 16 == 0 for array in arrays if array is not None)
 
 
 class _Launch:
@@ -120,19 +151,23 @@ class _Launch:
         self._slots = [members.rests[i] for i in places]
         live = self._slots[0].live
         self._device, self._dtype, self._stored = live.device, live.dtype, self._slots[0].average.dtype
-        self._block, self._warps = TILES[self._stored]
-        self._aligned = _is_aligned(self._slots[0])
+        self._grad_dtype, self._moments = members.grads[places[0]].dtype, self._slots[0].exp_avg_sq.dtype
+        self._block, self._warps = TILES[self._stored, 1 if self._slots[0].returned is None else 2]
+        self._aligned = _is_aligned(self._slots[0], members.states[places[0]])
         self._sizes = tuple(slot.live.numel() for slot in self._slots)
         rows = []
         for slot, i in zip(self._slots, places, strict=True):
-            scales = (members.states[i].get(scale_key(name)) for name in ("average", "returned"))
-            addresses = (0 if scale is None else scale.data_ptr() for scale in scales)
+            state = members.states[i]
+            others = (state.get(key) for key in (scale_key("average"), scale_key("returned"), "live_rest"))
+            addresses = (0 if other is None else local(other).data_ptr() for other in others)
             row = row_of(slot)
             rows.append((row[0], *row[2:], *addresses))
         self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
         self._chunks = _chunks(self._device, self._sizes, self._block)
         self._starts = _starts(self._device, self._sizes, self._block)
-        self._sums = torch.empty(len(self._chunks), device=self._device)
+        # Where warps take the largest of blocks of int8, they sum up those too, and none waits for another.
+        self._parts = self._block // BLOCK if self._stored == torch.int8 else 1
+        self._sums = torch.empty((len(self._chunks), self._parts), device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
         self._sent: list[int] = []
         self._grads_aligned = False
@@ -141,17 +176,27 @@ class _Launch:
         self._spares = list[Tensor]()
         self._captured = dict[tuple[int, ...], Tensor]()
         self._versions: list[int] | None = None
+        self._on_host = any(slot.average.device != live.device for slot in self._slots)
+        self._done: torch.cuda.Event | None = None
+
+    def __del__(self) -> None:
+        # The device may still write into memory of the host, which torch gives to others once it is free.
+        done: torch.cuda.Event | None = getattr(self, "_done", None)
+        if done is not None:
+            done.synchronize()
 
     def set_gradients(self, addresses: list[int]) -> bool:
         """Where they are at this step; those of all members. Whether that was captured."""
-        own = addresses if len(addresses) == len(self.places) else [addresses[i] for i in self.places]
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # They often come back to where they were, with nothing to send; but a replay sends those of its own.
+        if addresses is self._sent and not capturing and not self._captured:
+            return False
+        own = addresses if len(addresses) == len(self.places) else [addresses[i] for i in self.places]
         if capturing:  # what is replayed is the copy, so that what is copied has to stay
             self._grads.copy_(self._pinned(own), non_blocking=True)
-        # They often come back to where they were, with nothing to send; but a replay sends those of its own.
-        elif own != self._sent or self._captured:
+        else:
             self._grads.copy_(torch.tensor(own, dtype=torch.int64), non_blocking=True)
-        self._sent = list(own)
+        self._sent = addresses  # a list of the members, made anew where any of them has moved
         self._grads_aligned = all(address % 16 == 0 for address in own)
         return capturing
 
@@ -171,7 +216,9 @@ class _Launch:
         """How old each is, (tensors,) float64."""
         return torch.stack([slot.step for slot in self._slots])
 
-    def step_(self, count: float, recipe: Recipe, scale: Scalar) -> None:
+    def step_(
+        self, count: float, recipe: Recipe, scale: Scalar, factor: Scalar = 1.0, skip: Tensor | None = None
+    ) -> None:
         """The step of that count; of NaN, if they are counted on the device."""
         from paceline.optim import kernel
 
@@ -190,25 +237,49 @@ class _Launch:
             at, t = at_count(count, recipe), int(count)
             numbers = [*numbers_of(at, recipe, 1.0), float(count == 1)]
         pull = "none" if at.pulling is False else "over" if recipe.gain in NUMERATORS else "uniform"
-        factor = self._one
+        multiple = self._one
         if recipe.gain == "scaled" and pull != "none":
-            # It stays on the device: to read it would be to wait for all that was asked of the device before.
-            factor = scale if isinstance(scale, Tensor) else torch.full((), scale, device=self._device)
-            factor = factor.to(self._device, torch.float32)
+            multiple = self._number(scale)
         averages = averages_that_move(self._slots, at)
         if self._stored != torch.float32:  # what live has beyond an average that rests changes too
             averages = 1 if self._slots[0].returned is None else 2
         sums = recipe.gain == "scaled" and recipe.pullback_strength != 0
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             kernel.step[(len(self._chunks),)](
-                self._table, self._grads, self._chunks, factor, self._sums, table, ages, t, *numbers,
-                OF=_type(self._dtype), GRAD=_type(self._dtype), STORAGE=_type(self._stored), PULL=pull,
-                LOOKAHEAD=recipe.gap == "lookahead" and pull != "none",
-                AVERAGES=averages, SUMS=sums, ON_DEVICE=on_device,
+                self._table, self._grads, self._chunks, multiple, self._number(factor),
+                self._one if skip is None else self._number(skip), self._sums, table, ages, t, *numbers,
+                OF=_type(self._dtype), GRAD=_type(self._grad_dtype), MOMENTS=_type(self._moments),
+                MOMENTUM=self._slots[0].exp_avg is not None,
+                ROUNDING=recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
+                STORAGE=_type(self._stored), PULL=pull,
+                LOOKAHEAD=recipe.gap == "lookahead" and pull != "none", AVERAGES=averages,
+                SUMS=self._parts if sums else 0,
+                FACTOR=isinstance(factor, Tensor) or factor != 1, SKIP=skip is not None, ON_DEVICE=on_device,
                 ALIGNED=self._aligned, GRAD_ALIGNED=self._grads_aligned, BLOCK=self._block,
                 num_warps=self._warps, enable_fp_fusion=False,
             )  # fmt: skip
         self._versions = self._versions_now() if sums else None
+        if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(self._device))
+
+    def _number(self, number: Scalar) -> Tensor:
+        """On the device, in float32; to read it here would be to wait for all that was asked before."""
+        if not isinstance(number, Tensor):
+            return self._one if number == 1 else torch.full((), number, device=self._device)
+        return number.to(self._device, torch.float32)
+
+    def sums_of_gradients(self) -> Tensor:
+        """(2,) float64: the sum of squares, and 0 or NaN."""
+        from paceline.optim import kernel
+
+        sums = torch.empty((2, len(self._chunks)), device=self._device)
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            kernel.squares[(len(self._chunks),)](
+                self._table, self._grads, self._chunks, sums, GRAD=_type(self._grad_dtype),
+                ALIGNED=self._grads_aligned, BLOCK=self._block, num_warps=self._warps,
+            )  # fmt: skip
+        return sums.sum(1, dtype=torch.float64)
 
     def second_moments(self, anew: bool) -> Tensor:
         """The sum of the second moments of each: as the last step found it, or anew, to the same bits."""
@@ -218,11 +289,11 @@ class _Launch:
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             if anew or self._versions is None or self._versions != self._versions_now():
                 kernel.add_up[(len(self._chunks),)](
-                    self._table, self._chunks, self._sums, OF=_type(self._dtype), ALIGNED=self._aligned,
-                    BLOCK=self._block, num_warps=self._warps, enable_fp_fusion=False,
+                    self._table, self._chunks, self._sums, MOMENTS=_type(self._moments), SUMS=self._parts,
+                    ALIGNED=self._aligned, BLOCK=self._block, num_warps=self._warps, enable_fp_fusion=False,
                 )  # fmt: skip
-            starts = self._starts
-            kernel.totals[(len(self.places),)](self._sums, starts, found, WIDTH=WIDTH, num_warps=16)
+            sums, starts = self._sums if self._parts == 1 else self._sums.sum(1), self._starts
+            kernel.totals[(len(self.places),)](sums, starts, found, WIDTH=WIDTH, num_warps=16)
         return found
 
     def _versions_now(self) -> list[int]:

@@ -8,9 +8,9 @@ Only the last chunk of a tensor is masked, so that all others load and store 16 
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(8)
-"""Of the table: live, both moments, average, returned, elements, scales of average and of returned. Gradients
-move, and have a table of their own."""
+COLUMNS = tl.constexpr(9)
+"""Of the table: live, both moments, average, returned, elements, scales of average and of returned, what
+bfloat16 drops of live. Gradients move, and have a table of their own."""
 NUMBERS = tl.constexpr(16)
 """Of a row of `numbers`: those of onepass.Numbers, and whether it is a first step."""
 
@@ -38,8 +38,9 @@ def _store(
         tl.store(start + offsets, value.to(OF))
 
 
-# --- How averages are kept: storage.py says it, and what follows is the same -------------------------
+# --- How weights and averages are kept: storage.py says it, and what follows is the same ---------------
 
+OF_LIVE, OF_M, OF_V = tl.constexpr(0x40000000), tl.constexpr(0x80000000), tl.constexpr(0xC0000000)  # salts
 BLOCK_OF_SCALE = tl.constexpr(128)
 LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -53,6 +54,53 @@ def _mix(x):
     x ^= x >> 15
     x *= 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def _noise(first, offsets, t, SALT: tl.constexpr):
+    return _mix((first + offsets).to(tl.uint32) ^ _mix((2 * t.to(tl.int64) + SALT).to(tl.uint32)))
+
+
+@triton.jit
+def _at_random(value, noise):
+    """A value that bfloat16 can hold, above or below."""
+    bits = (value.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) & 0xFFFF0000
+    # What is finite stays so; a NaN or Inf, whose bits may have wrapped, stays as it is.
+    largest = tl.where(value < 0.0, -LARGEST_BFLOAT16, LARGEST_BFLOAT16)
+    rounded = tl.where((bits & NOT_FINITE) == NOT_FINITE, largest, bits.to(tl.float32, bitcast=True))
+    finite = (value.to(tl.uint32, bitcast=True) & NOT_FINITE) != NOT_FINITE
+    return tl.where(finite, rounded, value)
+
+
+@triton.jit
+def _load_bits(address, first, offsets, count, OF: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+    start = address.to(tl.pointer_type(OF)) + first
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    if MASKED:
+        return tl.load(start + offsets, mask=offsets < count - first, other=0).to(tl.int32)
+    return tl.load(start + offsets).to(tl.int32)
+
+
+@triton.jit
+def _joined(live_at, rest_at, first, offsets, count, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+    """Weights of which bfloat16 has one half, and the rest the other."""
+    upper = _load_bits(live_at, first, offsets, count, tl.int16, ALIGNED, MASKED) << 16
+    rest = _load_bits(rest_at, first, offsets, count, tl.int16, ALIGNED, MASKED)
+    return (upper + rest).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(
+    live_at, rest_at, first, offsets, count, live, ALIGNED: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    bits = live.to(tl.int32, bitcast=True)
+    finite = (bits & NOT_FINITE) != NOT_FINITE
+    upper = (bits + 0x8000) & -0x10000
+    upper = tl.where(finite, upper, live.to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True))
+    rest = tl.where(finite, bits - upper, 0)
+    _store(live_at, first, offsets, count, (upper >> 16).to(tl.int16), tl.int16, ALIGNED, MASKED)
+    _store(rest_at, first, offsets, count, rest.to(tl.int16), tl.int16, ALIGNED, MASKED)
 
 
 @triton.jit
@@ -75,8 +123,9 @@ def _average_of(
 
 @triton.jit
 def _keep_average(
-    average, live, address, scale_at, first, offsets, count, seed,
-    STORAGE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    average, live, address, scale_at, first, offsets, count, t,
+    SALT: tl.constexpr, STORAGE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store an average beside these live weights, as they are stored."""
     if tl.float32 == STORAGE:
@@ -85,14 +134,9 @@ def _keep_average(
         residual = live - average
         if MASKED:
             residual = tl.where(offsets < count - first, residual, 0.0)
-        noise = _mix((first + offsets).to(tl.uint32) ^ seed)
+        noise = _noise(first, offsets, t, SALT)
         if tl.bfloat16 == STORAGE:
-            bits = (residual.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) & 0xFFFF0000
-            # What is finite stays so; a NaN or Inf, whose bits may have wrapped, stays as it is.
-            largest = tl.where(residual < 0.0, -LARGEST_BFLOAT16, LARGEST_BFLOAT16)
-            rounded = tl.where((bits & NOT_FINITE) == NOT_FINITE, largest, bits.to(tl.float32, bitcast=True))
-            finite = (residual.to(tl.uint32, bitcast=True) & NOT_FINITE) != NOT_FINITE
-            code = tl.where(finite, rounded, residual)
+            code = _at_random(residual, noise)
         else:
             blocks: tl.constexpr = BLOCK // BLOCK_OF_SCALE
             rows = tl.reshape(residual, (blocks, BLOCK_OF_SCALE))
@@ -127,16 +171,22 @@ def _advance(
     row, grad_at, first, count, scale, sums, t,
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
     rate, limit, keep, move, keep_returned, move_returned, fresh,
-    OF: tl.constexpr, GRAD: tl.constexpr, STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    OF: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr, MOMENTUM: tl.constexpr,
+    ROUNDING: tl.constexpr, STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr, SUMS: tl.constexpr,
     ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
-    live_at, m_at, v_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    before = _load(live_at, first, offsets, count, OF, ALIGNED, MASKED)
+    live_at, m_at, v_at, rest_at = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 8)
+    if ROUNDING == "master":
+        before = _joined(live_at, rest_at, first, offsets, count, ALIGNED, MASKED)
+    else:
+        before = _load(live_at, first, offsets, count, OF, ALIGNED, MASKED)
     grad = sign * _load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED)
-    m = _load(m_at, first, offsets, count, OF, ALIGNED, MASKED)
-    v = _load(v_at, first, offsets, count, OF, ALIGNED, MASKED)
+    m = grad
+    if MOMENTUM:
+        m = _load(m_at, first, offsets, count, MOMENTS, ALIGNED, MASKED)
+    v = _load(v_at, first, offsets, count, MOMENTS, ALIGNED, MASKED)
     if AVERAGES > 0:
         at, scale_at = tl.load(row + 3), tl.load(row + 6)
         average = _average_of(before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, BLOCK)
@@ -146,7 +196,8 @@ def _advance(
         returned = _average_of(before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, BLOCK)
         returned = tl.where(fresh != 0.0, before, returned)
 
-    m = tl.fma(grad - m, new_m, m)
+    if MOMENTUM:
+        m = tl.fma(grad - m, new_m, m)
     v = tl.fma(v, old_v, grad * grad * new_v)
     # To two units in the last place, of what is small beside a weight; exact, it would outlast the loads.
     inverse = 1.0 / tl.fma(tl.sqrt(v), root_factor, eps)
@@ -163,35 +214,53 @@ def _advance(
         # Not a minimum, which would make of a NaN the limit.
         gain = tl.where(gain > limit, limit, gain)
         way = tl.fma(gain, average - ((before + way) if LOOKAHEAD else before), way)
-    live = before + way
-    # The averages are of the weights as they are stored.
-    live = live.to(OF).to(tl.float32)
-    _store(live_at, first, offsets, count, live, OF, ALIGNED, MASKED)
-    _store(m_at, first, offsets, count, m, OF, ALIGNED, MASKED)
-    _store(v_at, first, offsets, count, v, OF, ALIGNED, MASKED)
-    if SUMS:
-        tl.store(sums, _sum_of(v, first, offsets, count, OF, MASKED))
+    # The averages are of `new`, and residuals are of `live`: the weights as they are stored.
+    new = before + way
+    live = new
+    if ROUNDING == "master":
+        _split(live_at, rest_at, first, offsets, count, new, ALIGNED, MASKED)
+    else:
+        if ROUNDING == "stochastic":
+            live = _at_random(new, _noise(first, offsets, t, OF_LIVE))
+            m = _at_random(m, _noise(first, offsets, t, OF_M))
+            v = _at_random(v, _noise(first, offsets, t, OF_V))
+        else:
+            live = new.to(OF).to(tl.float32)
+            new = live
+        _store(live_at, first, offsets, count, live, OF, ALIGNED, MASKED)
+    if MOMENTUM:
+        _store(m_at, first, offsets, count, m, MOMENTS, ALIGNED, MASKED)
+    _store(v_at, first, offsets, count, v, MOMENTS, ALIGNED, MASKED)
+    if SUMS > 0:
+        _store_sums(sums, v, first, offsets, count, MOMENTS, MASKED, SUMS, BLOCK)
     if AVERAGES > 0:
         if not LOOKAHEAD:
-            average = _moved(average, live, keep, move)
-        at, scale_at, seed = tl.load(row + 3), tl.load(row + 6), _mix((2 * t).to(tl.uint32))
+            average = _moved(average, new, keep, move)
         _keep_average(
-            average, live, at, scale_at, first, offsets, count, seed, STORAGE, ALIGNED, MASKED, BLOCK
-        )
+            average, live, tl.load(row + 3), tl.load(row + 6), first, offsets, count, t,
+            0, STORAGE, ALIGNED, MASKED, BLOCK,
+        )  # fmt: skip
     if AVERAGES > 1:
-        returned = _moved(returned, live, keep_returned, move_returned)
-        at, scale_at, seed = tl.load(row + 4), tl.load(row + 7), _mix((2 * t + 1).to(tl.uint32))
+        returned = _moved(returned, new, keep_returned, move_returned)
         _keep_average(
-            returned, live, at, scale_at, first, offsets, count, seed, STORAGE, ALIGNED, MASKED, BLOCK
-        )
+            returned, live, tl.load(row + 4), tl.load(row + 7), first, offsets, count, t,
+            1, STORAGE, ALIGNED, MASKED, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
-def _sum_of(v, first, offsets, count, OF: tl.constexpr, MASKED: tl.constexpr):
-    v = v.to(OF).to(tl.float32)  # as it is stored, and as `add_up` will find it
+def _store_sums(
+    sums, v, first, offsets, count,
+    MOMENTS: tl.constexpr, MASKED: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of the elements of a program, or of each of as many parts of them."""
+    v = v.to(MOMENTS).to(tl.float32)  # as it is stored, and as `add_up` will find it
     if MASKED:
         v = tl.where(offsets < count - first, v, 0.0)
-    return tl.sum(v)
+    if SUMS == 1:
+        tl.store(sums, tl.sum(v))
+    else:
+        tl.store(sums + tl.arange(0, SUMS), tl.sum(tl.reshape(v, (SUMS, BLOCK // SUMS)), axis=1))
 
 
 @triton.jit(do_not_specialize=["t"])
@@ -200,24 +269,34 @@ def step(
     grads,  # (tensors,) int64: addresses
     chunks,  # (programs, 2) int64: a tensor, and the first of the elements of it that are a program's
     scale,  # () float32, for gain="scaled"; otherwise 1
-    sums,  # (programs,) float32: of the second moments of each chunk
+    factor,  # () float32: how many times the gradient counts, if FACTOR
+    skip,  # () float32: nothing is done unless it is 0, if SKIP
+    sums,  # (programs, SUMS) float32: of the second moments of each chunk
     numbers,  # (tensors, NUMBERS) float32, instead of those that follow if ON_DEVICE
     ages,  # (tensors,) int64, instead of t if ON_DEVICE
     t,  # int64, the count of this step
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
     keep, move, keep_returned, move_returned, fresh,
-    OF: tl.constexpr,  # dtype of live and moments
+    OF: tl.constexpr,  # dtype of live
     GRAD: tl.constexpr,  # dtype of the gradient
+    MOMENTS: tl.constexpr,  # dtype of moments
+    MOMENTUM: tl.constexpr,  # whether there is a first moment
+    ROUNDING: tl.constexpr,  # "nearest", "stochastic" or "master"
     STORAGE: tl.constexpr,  # dtype of averages: float32, or that of residuals
     PULL: tl.constexpr,  # "none", "uniform", or "over": a number over √v̂ + ε
     LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr,  # how many of them move
-    SUMS: tl.constexpr,  # whether to add up second moments
+    SUMS: tl.constexpr,  # of how many parts of a chunk to add up second moments; 0: of none
+    FACTOR: tl.constexpr,
+    SKIP: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     ALIGNED: tl.constexpr,  # all addresses of the table are multiples of 16 bytes
     GRAD_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if SKIP:  # noqa: SIM102
+        if tl.load(skip) != 0.0:
+            return
     program = tl.program_id(0).to(tl.int64)
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     row = table + tensor * COLUMNS
@@ -230,31 +309,52 @@ def step(
         eps, step_size, numerator = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
         rate, limit, keep, move = tl.load(own + 9), tl.load(own + 10), tl.load(own + 11), tl.load(own + 12)
         keep_returned, move_returned, fresh = tl.load(own + 13), tl.load(own + 14), tl.load(own + 15)
+    if FACTOR:
+        sign *= tl.load(factor)
     if first + BLOCK <= count:
         _advance(
-            row, grad_at, first, count, scale, sums + program, t,
+            row, grad_at, first, count, scale, sums + program * SUMS, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED, GRAD_ALIGNED, False, BLOCK,
+            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED,
+            GRAD_ALIGNED, False, BLOCK,
         )  # fmt: skip
     else:
         _advance(
-            row, grad_at, first, count, scale, sums + program, t,
+            row, grad_at, first, count, scale, sums + program * SUMS, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED, GRAD_ALIGNED, True, BLOCK,
+            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED,
+            GRAD_ALIGNED, True, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
-def add_up(table, chunks, sums, OF: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def add_up(
+    table, chunks, sums, MOMENTS: tl.constexpr, SUMS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """The `sums` that `step` would have left, to the bit, of second moments that it did not write."""
     program = tl.program_id(0).to(tl.int64)
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     row, offsets = table + tensor * COLUMNS, tl.arange(0, BLOCK)
     count = tl.load(row + 5)
-    v = _load(tl.load(row + 2), first, offsets, count, OF, ALIGNED, True)
-    tl.store(sums + program, _sum_of(v, first, offsets, count, OF, True))
+    v = _load(tl.load(row + 2), first, offsets, count, MOMENTS, ALIGNED, True)
+    _store_sums(sums + program * SUMS, v, first, offsets, count, MOMENTS, True, SUMS, BLOCK)
+
+
+@triton.jit
+def squares(table, grads, chunks, sums, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the gradient of each chunk the sum of squares, and after all of those 0 or, if it has a NaN or Inf,
+    NaN: `sums` is (2, programs) float32."""
+    program = tl.program_id(0).to(tl.int64)
+    tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
+    offsets, count = tl.arange(0, BLOCK), tl.load(table + tensor * COLUMNS + 5)
+    if first + BLOCK <= count:
+        grad = _load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, False)
+    else:
+        grad = _load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, True)
+    tl.store(sums + program, tl.sum(grad * grad))
+    tl.store(sums + tl.num_programs(0) + program, tl.sum(grad * 0.0))
 
 
 @triton.jit

@@ -30,8 +30,8 @@ class Format:
 
     prefix: str = ""
     """Of its own entries in the state of a parameter; the others belong to the optimizer underneath."""
-    required: tuple[str, ...] = ("step",)
-    """Own entries without which a parameter's state cannot be used."""
+    required: Callable[[dict[str, Any]], tuple[str, ...]] = lambda settings: ("step",)
+    """Own entries without which the state of a parameter of a group with these settings cannot be used."""
     reads: str
     """Whose states it loads, for messages."""
     check: Callable[[dict[str, Any]], None]
@@ -88,7 +88,8 @@ def admit(
         groups.append(settings)
         wanted = format.wanted(settings)
         both = ("average", "returned")
-        shaped = {*format.required, *wanted, *both, *map(residual_key, both), "live"} - {"step"}
+        required = format.required(settings)
+        shaped = {*required, *wanted, *both, *map(residual_key, both), "live", "live_rest"} - {"step"}
         if format.ignored:
             _note_of_other_updates(notes, saved)
         for i, (parameter, key) in enumerate(zip(own["params"], saved["params"])):
@@ -97,7 +98,7 @@ def admit(
                 entry.own = _without_leftovers(entry.own, saved, format)
                 # Nothing of ours: the state of the optimizer underneath, alone.
                 if entry.own or not format.prefix:
-                    check_loadable(parameter, entry.own, name, format, shaped)
+                    check_loadable(parameter, entry.own, name, required, shaped, format.reads)
                     _check_live(entry.own, saved, memory.get(parameter, {}), name, format)
                 if parameter.requires_grad and (not entry.own or entry.own["step"] > 0):
                     for average in (key for key in wanted if not keeps(entry.own, key)):
@@ -116,13 +117,14 @@ def _asked_to_return(own: dict[str, Any], said: dict[str, Any]) -> bool:
     return said.get("return_power") is not None or power != USUAL[own["gain"] or "paper"].get("return_power")
 
 
-def check_loadable(live: Tensor, saved: dict[str, Any], name: str, format: Format, shaped: set[str]) -> None:
+def check_loadable(
+    live: Tensor, saved: dict[str, Any], name: str, required: tuple[str, ...], shaped: set[str], reads: str
+) -> None:
     """Raise ValueError if a saved state cannot belong to this parameter."""
-    missing = [key for key in format.required if key not in saved]
+    missing = [key for key in required if key not in saved]
     if missing:
         raise ValueError(
-            f"the saved state of {name} lacks {', '.join(missing)} (it has: {', '.join(saved)}); "
-            f"{format.reads}"
+            f"the saved state of {name} lacks {', '.join(missing)} (it has: {', '.join(saved)}); {reads}"
         )
     for key in shaped:
         if key in saved and saved[key].shape != live.shape:
@@ -172,8 +174,12 @@ def take_in(
     wanted = format.wanted(group)
     # In a namespace of its own, what is not wanted is of an average that is no longer kept.
     ours = (*wanted, *format.scalars, "unseeded") if format.prefix else own
+    # What is kept on the host does not come to the device first.
+    stays = wanted if group.get("offload") else ()
     state = {
-        key: value.detach().to(live.device, copy=True) if isinstance(value, Tensor) else value
+        key: value.detach().to("cpu" if key in stays else live.device, copy=True)
+        if isinstance(value, Tensor)
+        else value
         for key, value in own.items()
         if key in ours and key not in ("step", "live", *_ADAMW_ONLY_STATE)
     }
@@ -185,7 +191,7 @@ def take_in(
         state.update(copied(state, "average", "returned"))
     for key in wanted:
         if not keeps(state, key):
-            state.update(seeded(live, key, storage))
+            state.update(seeded(live, key, storage, bool(group.get("offload"))))
             state["unseeded"] = torch.tensor(True)
     return {key: state[key] for key in sorted(state)}
 

@@ -27,7 +27,7 @@ from paceline.optim.rule import (
     stays_on_device,
 )
 from paceline.optim.sharded import local
-from paceline.optim.state import average_dtype, average_of, real
+from paceline.optim.state import average_dtype, average_of, in_full, real
 
 # --- Before the step ------------------------------------------------------------------------------
 
@@ -48,12 +48,14 @@ class Member(NamedTuple):
     def average(self) -> Tensor | None:
         """The control average, in whatever way it is kept."""
         average, residual = self.own("average"), self.own("average_residual")
-        if average is not None or residual is None or residual.shape != self.parameter.shape:
-            return average
+        if average is not None:
+            return average if average.is_meta else average.to(self.parameter.device)
+        if residual is None or residual.shape != self.parameter.shape:
+            return None
         return average_of(self.state, "average", self.parameter)
 
     def live(self) -> Tensor:
-        return real(local(self.parameter.detach()))
+        return real(local(in_full(self.parameter, self.state)))
 
 
 class Before(NamedTuple):

@@ -3,13 +3,15 @@
 Most steps are like the one before, and to look at everything anew takes longer than to update a small tensor.
 """
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
+from functools import lru_cache
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.nn import Parameter
 
 from paceline.optim.rule import Slot
@@ -53,9 +55,11 @@ class Members(NamedTuple):
         pairs = zip(self.rests, self.grads, strict=True)
         return [Slot(slot[0], grad, *slot[2:]) for slot, grad in pairs]
 
-    def count_step(self) -> None:
-        """Advance the count of each by one."""
-        if "counts" in self.memo:
+    def count_step(self, skip: Tensor | None = None) -> None:
+        """Advance the count of each by one; by none where `skip`, on the device, is not 0."""
+        if skip is not None:
+            torch._foreach_add_([slot.step for slot in self.rests], (skip == 0).to(torch.float64))
+        elif "counts" in self.memo:
             self.memo["counts"].add_(1)
         else:
             torch._foreach_add_([slot.step for slot in self.rests], 1)
@@ -107,7 +111,8 @@ class Fit:
         self._kept = list(_values(states))
         self._arrays = [*self._parameters, *(kept for kept in self._kept if isinstance(kept, Tensor))]
         self._addresses = list(map(_address, self._arrays))
-        self._looks = _looks(members.grads)
+        self._grad_addresses = members.addresses or list(map(_address, members.grads))
+        self._looks, self._look_alike = _looks(members.grads), _look_of(members.grads)
         self._settings = settings
 
     @staticmethod
@@ -129,14 +134,16 @@ class Fit:
             return None
         if not all(map(is_, params, self._params)) or not self._are_where_they_were():
             return None
-        grads: list[Any] = [parameter.grad for parameter in self._parameters]
-        try:
-            addresses = list(map(_address, grads))
-        except (TypeError, RuntimeError):  # there is none, or it is sparse
+        grads: list[Any] = list(map(_grad, self._parameters))
+        # What torch guards with also tells modes apart, of which nothing here depends.
+        if not self._look_alike(*grads) and _looks(grads) != self._looks:
             return None
+        if any(parameter.grad is not None for parameter in self._idle):
+            return None
+        if not _are_at(grads, self._grad_addresses):
+            self._grad_addresses = list(map(_address, grads))
+        addresses = self._grad_addresses
         if not all(addresses) and not all(map(is_plain, grads)):
-            return None
-        if _looks(grads) != self._looks or any(parameter.grad is not None for parameter in self._idle):
             return None
         return Members(self._parameters, self._states, grads, addresses, self._rests, self._memo)
 
@@ -150,7 +157,7 @@ class Fit:
         if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
             return False
         # Also the same tensor may have been given other memory, on another device.
-        return list(map(_address, self._arrays)) == self._addresses
+        return _are_at(self._arrays, self._addresses)
 
 
 class Fits:
@@ -195,7 +202,20 @@ class Fits:
         self._groups[number] = fit
 
 
-_address = Tensor.data_ptr
+_address, _grad = Tensor.data_ptr, attrgetter("grad")
+# In torch for CUDA only, and not for users; where it is missing, Python does the same in five times the time.
+_data_ptrs_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+@lru_cache(maxsize=64)
+def _indices(count: int) -> list[int]:
+    return list(range(count))
+
+
+def _are_at(tensors: list[Tensor], addresses: list[int]) -> bool:
+    if _data_ptrs_equal is not None:
+        return bool(_data_ptrs_equal(tensors, addresses, _indices(len(tensors))))
+    return list(map(_address, tensors)) == addresses
 
 
 def _values(states: list[State]) -> Iterable[Tensor]:
@@ -208,8 +228,20 @@ def is_plain(tensor: Tensor) -> bool:
     return known and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
 
 
-def _looks(grads: list[Tensor]) -> tuple[object, ...]:
-    """What gradients are and how they lie, which is how their parameters do."""
-    plainly = all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
-    lie = [] if plainly else [(grad.stride(), grad.is_neg()) for grad in grads]
-    return [type(grad) for grad in grads], [(grad.dtype, grad.nbytes) for grad in grads], lie
+def _looks(grads: list[Any]) -> list[object]:
+    """What gradients are and how they lie, which is how their parameters do. None, which is no gradient, is
+    unlike any."""
+    return [
+        grad
+        if not isinstance(grad, Tensor) or grad.layout != torch.strided
+        else (type(grad), grad.dtype, grad.device, grad.shape, grad.stride(), grad.is_neg())
+        for grad in grads
+    ]
+
+
+def _look_of(grads: list[Tensor]) -> Callable[..., bool]:
+    """Whether the looks of gradients are those of these: False may be wrong, in another mode; True is not."""
+    # What torch.compile guards its graphs with: one call for all of them.
+    guards = TensorGuards(*grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    check: Callable[..., bool] = guards.check
+    return check

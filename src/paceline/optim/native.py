@@ -35,7 +35,6 @@ from paceline.optim.onepass import (
 )
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, at_count
-from paceline.optim.sharded import mesh_of
 
 SOURCE = Path(__file__).with_name("native.c")
 # No fused multiply-add, no errno: results do not depend on the CPU, and square roots are vectors.
@@ -82,8 +81,8 @@ def _built() -> Path:
         return library
     if compiler is None:
         raise RuntimeError(
-            "fused=True on a CPU needs a small function in C, and there is no compiler to build it: neither "
-            "cc, gcc nor clang, and CC is not set. Install one, or leave fused out"
+            "needs a small function in C, and there is no compiler to build it: neither cc, gcc nor clang, "
+            "and CC is not set"
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as room:
@@ -92,8 +91,8 @@ def _built() -> Path:
         ran = subprocess.run(command, capture_output=True, text=True)
         if ran.returncode != 0:
             raise RuntimeError(
-                f"fused=True on a CPU: {compiler} could not build {SOURCE.name}; leave fused out, or name "
-                f"another compiler in CC. It said: {ran.stderr.strip()[-500:]}"
+                f"needs {SOURCE.name}, which {compiler} could not build; CC names another compiler. It said: "
+                f"{ran.stderr.strip()[-500:]}"
             )
         made.replace(library)  # whole or not there, also for a process that builds it at the same time
     return library
@@ -105,30 +104,38 @@ def _built() -> Path:
 def refusal(slot: Slot) -> str | None:
     """Why a parameter cannot take this path, in words that follow its name; None if it can."""
     live = slot.live
-    if mesh_of(live) is not None:
-        return "is sharded over several ranks, which fused=True does not support"
     if live.dtype == torch.float32 and slot.average.dtype in (torch.bfloat16, torch.int8):
         kept = str(slot.average.dtype).removeprefix("torch.")
         return f'has average_dtype="{kept}", which fused=True on a CPU does not support; leave fused out'
     arrays = [array for array in slot[:6] if array is not None]
     if any(array.dtype != torch.float32 for array in arrays):
-        return f"is {live.dtype}; fused=True on a CPU is for float32"
+        other = "" if slot.grad.dtype == live.dtype else f", its gradient {slot.grad.dtype}"
+        return f"is {live.dtype}{other}; fused=True on a CPU is for float32"
     if not lie_alike(slot):
         return NOT_ALIKE
     if not is_plain(slot.grad):
         return NOT_PLAIN
-    _library()  # what cannot be built is to be known before anything has moved
     return None
 
 
-def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0) -> None:
-    """One step for all members, in place, whose counts are advanced already; `scale` as in `pace_step_`."""
+@cache
+def missing() -> str | None:
+    """What this path lacks on this machine, in words that follow "fused=True on a CPU"; None: nothing."""
+    try:
+        _library()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
+    """One step for all members, in place, whose counts are advanced already; the rest as in `pace_step_`."""
     counts = members.counts()
     for arrays in _alike(members, counts):
         arrays.set_gradients(members.addresses)
         at = at_count(counts[arrays.places[0]], recipe, float(scale))
         seed_averages_(arrays.slots, at)
-        scalars = _Scalars(*numbers_of(at, recipe, float(at.scale)))
+        scalars = _Scalars(*numbers_of(at, recipe, float(at.scale), float(factor)))
         averages = averages_that_move(arrays.slots, at)
         pull = _PULLS[recipe.gain] if at.pulling else 0
         lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same

@@ -13,7 +13,7 @@ class Numbers(NamedTuple):
     """Of one step, for float32; in this order they are arguments of native.c and kernel.py. Floats, or
     tensors of several steps on a device."""
 
-    sign: Scalar  # of the gradient: −1 to maximize
+    sign: Scalar  # of the gradient, and how many times it counts: −1 to maximize
     shrink: Scalar  # η · weight decay; 1 less it would lose its last digits in float32
     new_m: Scalar  # 1 − β₁, which in float32 would be off by 1e-5 if β₁ were rounded first
     old_v: Scalar  # β₂
@@ -30,8 +30,8 @@ class Numbers(NamedTuple):
     move_returned: Scalar
 
 
-def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
-    """`scale` as in `pace_step_`, or 1 where it is multiplied in later."""
+def numbers_of(at: At, recipe: Recipe, scale: float, factor: float = 1.0) -> Numbers:
+    """`scale` and `factor` as in `pace_step_`, or 1 where they are multiplied in later."""
     strength = recipe.pullback_strength
     numerator: Scalar = strength
     if recipe.gain in NUMERATORS:
@@ -41,7 +41,7 @@ def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
     keep_returned, move_returned = shares(at.return_rate, torch.float32) if at.averaging else (1.0, 0.0)
     beta1, beta2 = recipe.betas
     return Numbers(
-        sign=-1.0 if recipe.maximize else 1.0,
+        sign=-factor if recipe.maximize else factor,
         shrink=1 - float(at.decay),
         new_m=1 - beta1,
         old_v=beta2,
@@ -106,7 +106,7 @@ def row_of(slot: Slot) -> tuple[int, ...]:
     """A Tensor of native.c and a row of the table of kernel.py: six addresses, and how many elements."""
     live, grad, exp_avg, exp_avg_sq, average, returned, _ = slot
     second = average if returned is None else returned
-    moments = exp_avg.data_ptr(), exp_avg_sq.data_ptr()
+    moments = 0 if exp_avg is None else exp_avg.data_ptr(), exp_avg_sq.data_ptr()
     return live.data_ptr(), grad.data_ptr(), *moments, average.data_ptr(), second.data_ptr(), live.numel()
 
 

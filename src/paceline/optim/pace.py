@@ -11,9 +11,10 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from paceline.optim import recipe, weights
 from paceline.optim.averaging import Averaging
+from paceline.optim.gradients import Scaled, look_at, refuse_to_skip
 from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
 from paceline.optim.members import Fits
-from paceline.optim.recipe import AverageDtype, Gain, Gap, Recipe
+from paceline.optim.recipe import AverageDtype, Gain, Gap, Recipe, Rounding
 from paceline.optim.state import (
     State,
     allocate,
@@ -21,11 +22,13 @@ from paceline.optim.state import (
     averages_of,
     is_expanded,
     kept_as,
+    moments_of,
     name_of,
+    refusal,
     returned_key,
-    storage_refusal,
+    settled,
 )
-from paceline.optim.work import all_finite, plan_all, scale_before
+from paceline.optim.work import ONE_PASS_NAMES, Whole, path_name, plan_all, scale_before
 
 
 def _packed(live: Tensor, state: State, group: dict[str, Any]) -> State:
@@ -57,7 +60,8 @@ class PACE(Averaging):
     Arguments:
         params: parameters or parameter groups; any setting below may differ between groups.
         lr: learning rate, float or 1-element Tensor. Under "scaled" and "paper" it also scales the pull.
-        betas, eps, weight_decay: AdamW's.
+        betas, eps, weight_decay: AdamW's. With betas[0] = 0 no first moment is kept: with one average, a step
+            then takes the memory of AdamW.
         pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it. None: 15 for "scaled",
             3e-3 for "paper"; the other gains have no usual one. A strength wants its gain beside it.
         gain: how a coordinate's pull is sized. "scaled", what None stands for: as above; the loss may have
@@ -80,12 +84,22 @@ class PACE(Averaging):
             "bfloat16" (2) and "int8" (1.03) as live − average, rounded at random (docs/storage.md). Whoever
             then changes live weights from outside moves their averages along. A loaded state is turned
             into what is asked for here.
-        skip_nonfinite: skip the whole step if any gradient has a NaN or Inf (one host read a step).
+        rounding: of bfloat16 weights; others have no need of it. "nearest", as in torch: a step below 1/256
+            of a weight moves it nowhere. "stochastic": they and their moments are rounded up or down at
+            random, right on the mean, and take no memory more. "master": the 16 bits that bfloat16 drops are
+            kept beside them (2 bytes a weight) and moments in float32: float32 weights, bit for bit.
+        offload: keep averages of weights on a GPU in the host's memory, which a step reaches over the bus: no
+            bytes of the GPU, and slow but for a large update_every. For average_dtype="float32".
+        max_grad_norm: gradients count as if clipped to this norm, taken over all of the optimizer's, as by
+            torch's clip_grad_norm_; they are not changed, and on a GPU they are read once less. The norm of
+            the last step is `optimizer.grad_norm`.
+        skip_nonfinite: skip the whole step if any gradient has a NaN or Inf: one host read a step, none with
+            capturable=True on a GPU. There a `torch.amp.GradScaler` leaves unscaling and skipping to us too.
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
-        fused: True makes the update in one pass over memory. On a CPU, for float32, by a function in C that
-            is built once, in seconds, with the compiler at hand; on a GPU, for float32, bfloat16 and
-            float16, by one launch of a Triton kernel for all tensors of a precision. It is not kept in
-            saved states.
+        fused: in one pass over memory. None: on a GPU where it can be, by one launch of a Triton kernel for
+            all tensors of a precision. True also on a CPU, for float32, by a function in C that is built
+            once, in seconds, with the compiler at hand. What the machine lacks for it is said in a warning;
+            `repr(optimizer)` says which path is taken. It is not kept in saved states.
 
     >>> import torch, paceline
     >>> model = torch.nn.Linear(2, 1)
@@ -97,12 +111,12 @@ class PACE(Averaging):
     """
 
     format = Format(
-        required=("step", "exp_avg", "exp_avg_sq"),
+        required=lambda settings: ("step", *moments_of(settings)),
         reads="PACE loads its own states and those of torch.optim.AdamW",
         check=recipe.check,
         wanted=averages_of,
-        # How averages are kept is for the optimizer at hand to say: whatever is loaded is turned into that.
-        ignored=ADAMW_ONLY_SETTINGS | {"average_dtype"},
+        # How things are kept is for the optimizer at hand to say: whatever is loaded is turned into that.
+        ignored=ADAMW_ONLY_SETTINGS | {"average_dtype", "rounding", "offload"},
         packed=_packed,
     )
 
@@ -124,6 +138,9 @@ class PACE(Averaging):
         gap: Gap = "pre",
         return_power: float | None = None,
         average_dtype: AverageDtype = "float32",
+        rounding: Rounding = "nearest",
+        offload: bool = False,
+        max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -146,6 +163,9 @@ class PACE(Averaging):
             "gap": gap,
             "return_power": return_power,
             "average_dtype": average_dtype,
+            "rounding": rounding,
+            "offload": offload,
+            "max_grad_norm": max_grad_norm,
             "skip_nonfinite": skip_nonfinite,
             "foreach": foreach,
             "fused": fused,
@@ -155,6 +175,8 @@ class PACE(Averaging):
         }
         recipe.check(recipe.completed(recipe.with_gain(defaults)))
         self._fits = Fits()
+        self.grad_norm: Tensor | None = None
+        """Of all gradients of the last step, before they were clipped; () float64, with max_grad_norm."""
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -170,7 +192,7 @@ class PACE(Averaging):
         group = self.param_groups[-1]
         group["parameters_hold"] = self.param_groups[0]["parameters_hold"]
         for i, parameter in enumerate(group["params"]):
-            reason = storage_refusal(parameter, group["average_dtype"])
+            reason = refusal(parameter, group)
             if not is_lazy(parameter) and is_expanded(parameter):
                 reason = (
                     f"is an expanded tensor (strides {parameter.stride()}): several elements share one "
@@ -191,6 +213,17 @@ class PACE(Averaging):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fits = Fits()  # first: what it keeps may be what makes room
         super().__setstate__(state)
+
+    def __repr__(self) -> str:
+        paths = [f"    step of group {i}: {path_name(group)}" for i, group in enumerate(self.param_groups)]
+        return "\n".join([super().__repr__().removesuffix(")").rstrip(), *paths, ")"])
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `torch.amp.GradScaler`: whether step() unscales, and skips itself, on the device."""
+        return all(
+            group["capturable"] and path_name(group) == ONE_PASS_NAMES["cuda"] for group in self.param_groups
+        )
 
     def eval(self) -> None:
         """Put the average into the parameters, until `train()` or the next `step()`."""
@@ -213,15 +246,28 @@ class PACE(Averaging):
             self._put_live_back()  # a closure that evaluates may end in eval()
 
         works = plan_all(self.state, self.param_groups, self._fits)
-        if not all_finite([grad for w in works if w.group["skip_nonfinite"] for grad in w.members.grads]):
+        scaled = Scaled(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        gradients = look_at(works, scaled)
+        self.grad_norm = gradients.norm
+        if gradients.skip is True:
             return loss
+        skip = gradients.skip if isinstance(gradients.skip, Tensor) else None
+        if skip is not None:
+            refuse_to_skip(works)
         scale = scale_before(self.state, works)
         for group, members, path, anew in works:
             if anew:
                 self._seed_again(members.parameters, group)
             if members.parameters:
-                path(members, Recipe.of(group), scale)
+                path(members, Recipe.of(group), Whole(scale, gradients.factor(group["max_grad_norm"]), skip))
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. While the parameters hold the average, it also has the `live` weights."""
+        for parameter, state in self.state.items():
+            if "average" in state:
+                settled(state["average"], parameter)
+        return super().state_dict()
 
     # --- Averages: what `Averaging` asks of us ----------------------------------------------------
 

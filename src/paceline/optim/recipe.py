@@ -11,6 +11,7 @@ from paceline.optim.checks import is_number, require
 Gain = Literal["paper", "uniform", "relative", "scaled"]
 Gap = Literal["pre", "lookahead"]
 AverageDtype = Literal["float32", "bfloat16", "int8"]
+Rounding = Literal["nearest", "stochastic", "master"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +34,11 @@ class Recipe:
     maximize: bool
     capturable: bool
     differentiable: bool
+    rounding: Rounding = "nearest"
 
     @staticmethod
     def of(group: dict[str, Any]) -> "Recipe":
-        return Recipe(**{name: group[name] for name in _NAMES})
+        return Recipe(**{name: group[name] for name in _NAMES if name in group})
 
 
 _NAMES = tuple(field.name for field in fields(Recipe))
@@ -162,18 +164,13 @@ def _check_averages(group: dict[str, Any]) -> None:
 
 
 def _check_switches(group: dict[str, Any]) -> None:
-    for name in ("maximize", "capturable", "differentiable", "skip_nonfinite"):
+    for name in ("maximize", "capturable", "differentiable", "skip_nonfinite", "offload"):
         require(isinstance(group[name], bool), f"{name} value", group[name], "True or False")
     require(group["foreach"] in (None, True, False), "foreach value", group["foreach"], "None, True, False")
     _check_fused(group)
     _check_storage(group)
     if group["foreach"] and group["differentiable"]:
         raise ValueError("foreach=True does not support differentiable=True; use foreach=False")
-    if group["skip_nonfinite"] and group["capturable"]:
-        raise ValueError(
-            "skip_nonfinite=True reads a flag on the host, which capturable=True rules out; "
-            "use one of the two"
-        )
 
 
 def _check_fused(group: dict[str, Any]) -> None:
@@ -198,6 +195,18 @@ def _check_storage(group: dict[str, Any]) -> None:
             f"average_dtype={kept!r} rounds at random, which has no derivative for differentiable=True; "
             "use one of the two"
         )
+    if kept != "float32" and group["offload"]:
+        raise ValueError(
+            f"offload=True keeps averages on the host between the steps that move them, and what live has "
+            f"beyond them (average_dtype={kept!r}) changes at every step; use one of the two"
+        )
+    rounding, allowed = group["rounding"], get_args(Rounding)
+    require(rounding in allowed, "rounding value", rounding, ", ".join(map(repr, allowed)))
+    if rounding != "nearest" and group["differentiable"]:
+        raise ValueError(f"rounding={rounding!r} excludes differentiable=True; use one of the two")
+    norm = group["max_grad_norm"]
+    ok = norm is None or (is_number(norm) and norm > 0.0)
+    require(ok, "max_grad_norm value", norm, "None, or > 0")
 
 
 def check(group: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ class Slot(NamedTuple):
 
     live: Tensor  # the parameter
     grad: Tensor  # same shape and dtype as live; never modified
-    exp_avg: Tensor  # first moment, same shape and dtype as live
+    exp_avg: Tensor | None  # first moment, same shape and dtype as live; None with β₁ = 0: it is the gradient
     exp_avg_sq: Tensor  # second moment, same shape and dtype as live
     average: Tensor  # same shape, at least float32: the target of the pull
     returned: Tensor | None  # same as average: what is returned instead of it, with return_power
@@ -217,10 +217,11 @@ def seed_average_(average: Tensor, live: Tensor, t: Scalar) -> None:
         average.copy_(live)
 
 
-def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0) -> None:
+def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step of Algorithm 1 for one parameter, in place. The reference.
 
-    `scale` is for gain="scaled": the root mean square of √v̂ over the model, before this step.
+    `scale` is for gain="scaled": the root mean square of √v̂ over the model, before this step. The gradient
+    counts `factor` times, to clip it.
 
     The AdamW part follows torch's foreach order of operations, so that strength 0 equals
     `torch.optim.AdamW` bit for bit.
@@ -229,6 +230,8 @@ def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0) -> None:
     beta1, beta2 = recipe.betas
     step += 1
     at = at_step(step, recipe, on_device_of(live, scale))
+    if isinstance(factor, Tensor) or factor != 1:
+        grad = grad * on_device_of(grad, factor)
     if recipe.maximize:
         grad = -grad
     seed_average_(average, live, at.t)
@@ -238,13 +241,13 @@ def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0) -> None:
 
     if recipe.weight_decay != 0:
         live.mul_(at.decay)
-    exp_avg.lerp_(grad, 1 - beta1)
+    m = grad if exp_avg is None else exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = exp_avg_sq.sqrt() / at.root_correction + recipe.eps
     if isinstance(at.step_size, Tensor):
-        live.addcdiv_(_kept(exp_avg, recipe), denominator / at.step_size)
+        live.addcdiv_(_kept(m, recipe), denominator / at.step_size)
     else:
-        live.addcdiv_(_kept(exp_avg, recipe), denominator, value=at.step_size)
+        live.addcdiv_(_kept(m, recipe), denominator, value=at.step_size)
 
     if at.averaging is not False:
         control_(slot, gap, denominator, at, recipe)

@@ -1,5 +1,6 @@
 """What a parameter sharded over several ranks (a DTensor) needs; nothing else here knows of them."""
 
+import math
 import sys
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -27,7 +28,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
-def layout_of(tensor: Tensor) -> object:
+def layout_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, object]:
     """Alike for tensors whose sums one collective can take together."""
     cut = (tensor.device_mesh, tensor.placements) if _is_sharded(tensor) else None
     return tensor.device, tensor.dtype, cut
@@ -43,12 +44,36 @@ def sums_of(tensors: "list[Tensor]") -> Tensor:
         sums = torch.stack([part.sum(dtype=dtype) for part in parts])  # its norms add up in sequence
     else:
         sums = torch.stack(torch._foreach_norm(parts, 1, dtype))
-    first = tensors[0]
-    if not _is_sharded(first):
+    return _over_ranks(sums, tensors[0])
+
+
+def sums_of_gradients(grads: "list[Tensor]") -> "list[Tensor]":
+    """For each layout among them (2,) float64, whole on every rank: the sum of squares, and 0 or, if a
+    gradient has a NaN or Inf, NaN."""
+    alike: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        alike.setdefault(layout_of(grad), []).append(grad)
+    found = []
+    for own in alike.values():
+        both = torch.zeros(2, dtype=torch.float64, device=own[0].device)
+        parts = [part for part in map(local, own) if part.numel()]  # a rank may have none
+        if parts:
+            dtype = torch.promote_types(parts[0].dtype, torch.float32)
+            squares, most = (torch.stack(torch._foreach_norm(parts, order, dtype)) for order in (2, math.inf))
+            # A squared norm may overflow where all is finite. 0 times what is not is NaN, and a NaN survives
+            # the sum over tensors and ranks.
+            both[0], both[1] = squares.abs().double().square().sum(), (most.abs().double() * 0).sum()
+        found.append(_over_ranks(both, own[0]))
+    return found
+
+
+def _over_ranks(sums: Tensor, like: Tensor) -> Tensor:
+    """Sums over this rank's part of a tensor, or of several of its layout, as those over the whole."""
+    if not _is_sharded(like):
         return sums
     kinds = sys.modules["torch.distributed.tensor"]
-    placements = [kinds.Partial() if p.is_shard() else kinds.Replicate() for p in first.placements]
-    spread: Tensor = kinds.DTensor.from_local(sums, first.device_mesh, placements, run_check=False)
+    placements = [kinds.Partial() if p.is_shard() else kinds.Replicate() for p in like.placements]
+    spread: Tensor = kinds.DTensor.from_local(sums, like.device_mesh, placements, run_check=False)
     return whole(spread)
 
 

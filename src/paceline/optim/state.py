@@ -3,11 +3,15 @@
 step        () float64   this parameter's own optimizer steps
 exp_avg     like live    first moment            exp_avg_sq  like live    second moment
 average     ≥ float32    control average         returned    ≥ float32    only with return_power
+live_rest   int16        what bfloat16 drops     of live, only with rounding="master"; moments are float32
 live        like live    only while the parameter shows its average: the weights to go on from
 
 With average_dtype="bfloat16" or "int8", instead of an average, what live has beyond it (storage.py):
 average_residual, returned_residual   like live, in that precision
 average_scale, returned_scale         (blocks,) float32, only with int8
+
+With betas[0] = 0 the first moment is the gradient, and is not kept. With offload=True averages of weights on
+a GPU are in the host's memory.
 """
 
 from typing import Any
@@ -17,7 +21,7 @@ from torch import Tensor
 
 from paceline.optim.recipe import AverageDtype
 from paceline.optim.sharded import local, mesh_of
-from paceline.optim.storage import SALTS, STORAGES, decode, encode_, scales_of
+from paceline.optim.storage import SALTS, STORAGES, decode, encode_, joined, scales_of
 
 State = dict[str, Tensor]
 
@@ -37,6 +41,20 @@ def average_dtype(live: Tensor) -> torch.dtype:
 def averages_of(group: dict[str, Any]) -> tuple[str, ...]:
     """The averages that a parameter of this group has."""
     return ("average",) if group["return_power"] is None else ("average", "returned")
+
+
+def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
+    """The moments that a parameter of this group has."""
+    return ("exp_avg", "exp_avg_sq") if group["betas"][0] != 0 else ("exp_avg_sq",)
+
+
+def is_split(live: Tensor, group: dict[str, Any]) -> bool:
+    """Whether a parameter is the upper half of the weights that are trained."""
+    return live.dtype == torch.bfloat16 and group["rounding"] == "master"
+
+
+def _moment_dtype(live: Tensor, group: dict[str, Any]) -> torch.dtype:
+    return torch.float32 if is_split(live, group) else live.dtype
 
 
 def returned_key(state: State) -> str:
@@ -75,16 +93,28 @@ def storage_of(state: State, name: str) -> AverageDtype:
 def average_of(state: State, name: str, live: Tensor) -> Tensor:
     """An average of a parameter with these live weights: the one kept, or made now. At least float32."""
     if name in state:
-        return state[name]
+        return settled(state[name], live)
     residual = decode(state[residual_key(name)], state.get(scale_key(name)))
-    return live.detach() - residual.to(live.device)
+    return in_full(live, state) - residual.to(live.device)
+
+
+def settled(average: Tensor, live: Tensor) -> Tensor:
+    """An average that the host may read: on the host, once the device has written it."""
+    if live.is_cuda and average.device.type == "cpu":
+        torch.cuda.synchronize(live.device)
+    return average
+
+
+def in_full(live: Tensor, state: State) -> Tensor:
+    """The weights that are trained: live, and what bfloat16 drops of it where that is kept."""
+    return joined(live, state["live_rest"].to(live.device)) if "live_rest" in state else live.detach()
 
 
 def keep_average_(state: State, name: str, live: Tensor, average: Tensor) -> None:
     """Write an average that `average_of` made and a step has moved, beside the live weights it left."""
     codes = local(state[residual_key(name)])
     residual = torch.empty_like(codes, dtype=torch.float32)
-    torch.sub(local(live.detach()), local(average), out=residual)
+    torch.sub(local(in_full(live, state)), local(average), out=residual)
     encode_(codes, state.get(scale_key(name)), residual, state["step"], SALTS[name])
 
 
@@ -135,11 +165,12 @@ def _lie_alike(codes: Tensor, live: Tensor) -> bool:
     return codes.numel() == 0 or all(a == b for size, a, b in strides if size > 1)
 
 
-def seeded(live: Tensor, name: str, storage: AverageDtype = "float32") -> State:
+def seeded(live: Tensor, name: str, storage: AverageDtype = "float32", offload: bool = False) -> State:
     """The entries of an average that is live."""
     live = live.detach()
     if storage == "float32":
-        return {name: live.to(average_dtype(live), copy=True)}
+        average = live.to(average_dtype(live), copy=True)
+        return {name: on_host(average) if offload and live.is_cuda else average}
     codes = torch.zeros_like(live, dtype=STORAGES[storage].dtype, memory_format=torch.preserve_format)
     if storage == "bfloat16":
         return {residual_key(name): codes}
@@ -165,19 +196,36 @@ def storage_refusal(live: Tensor, storage: AverageDtype) -> str | None:
     return None
 
 
+def refusal(live: Tensor, group: dict[str, Any]) -> str | None:
+    """Why a parameter cannot be kept as its group says, in words that follow its name; None if it can."""
+    if group["rounding"] != "nearest" and live.dtype == torch.float16:
+        return (
+            f"is float16; rounding={group['rounding']!r} is for bfloat16 (float32 has no need of it); give "
+            'it a group with rounding="nearest"'
+        )
+    return storage_refusal(live, group["average_dtype"])
+
+
+def on_host(average: Tensor) -> Tensor:
+    """An average in memory of the host that the device can reach."""
+    if average.device.type == "cpu" and average.is_pinned():
+        return average
+    return torch.empty_like(average, device="cpu", pin_memory=True).copy_(average)
+
+
 # --- The state of a parameter -----------------------------------------------------------------------
 
 
 def allocate(live: Tensor, group: dict[str, Any]) -> State:
     """All keys at their final shapes; the averages are taken anew at the first step."""
     live = live.detach()
-    state = {
-        "step": torch.zeros((), dtype=torch.float64, device=step_device(live, group)),
-        "exp_avg": torch.zeros_like(live, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(live, memory_format=torch.preserve_format),
-    }
+    state = {"step": torch.zeros((), dtype=torch.float64, device=step_device(live, group))}
+    for name in moments_of(group):
+        state[name] = torch.zeros_like(live, dtype=_moment_dtype(live, group))
+    if is_split(live, group):
+        state["live_rest"] = torch.zeros_like(live, dtype=torch.int16)
     for name in averages_of(group):
-        state |= seeded(live, name, group["average_dtype"])
+        state |= seeded(live, name, group["average_dtype"], group["offload"])
     return state
 
 
@@ -217,30 +265,52 @@ def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: i
     """
     name = name_of(group, number, i)
     storage: AverageDtype = group["average_dtype"]
-    if reason := storage_refusal(live, storage):
+    if reason := refusal(live, group):
         raise RuntimeError(f"{name} {reason}")
-    if _is_misfit(live, state, "exp_avg", name):
+    if _is_misfit(live, state, "exp_avg_sq", name):
         for key in ("average", "returned"):
             _drop(state, key)
         state.update(allocate(live, group))
     if not keeps(state, "average"):  # AdamW's state, carried over by hand
-        state.update(seeded(live, "average", storage))
-    for key in ("exp_avg", "exp_avg_sq"):
-        _convert(state, key, live.device, live.dtype)
-    conform_averages(live, state, group, averages_of(group), name)
-    for key in averages_of(group):
+        state.update(seeded(live, "average", storage, group["offload"]))
+    _conform_weights(live, state, group)
+    _conform_averages_of_pace(live, state, group, name)
+
+
+def _conform_averages_of_pace(live: Tensor, state: State, group: dict[str, Any], name: str) -> None:
+    names = averages_of(group)
+    conform_averages(live, state, group, names, name)
+    for key in names:
         if (reason := lost_its_order(live, state, key)) and is_seeded(state):
             raise RuntimeError(f"{name} {reason}")
-    kept = kept_as(storage, live, state, averages_of(group))
+    kept = kept_as(group["average_dtype"], live, state, names)
     if kept is not state:
         state.clear()
         state.update(kept)
+        conform_averages(live, state, group, names, name)
+
+
+def _conform_weights(live: Tensor, state: State, group: dict[str, Any]) -> None:
+    """Likewise for the moments and what belongs to live, as the group has it now."""
+    if "exp_avg" not in moments_of(group):
+        state.pop("exp_avg", None)
+    elif "exp_avg" not in state:  # momentum begins now
+        state["exp_avg"] = torch.zeros_like(live, dtype=_moment_dtype(live, group))
+    for key in moments_of(group):
+        _convert(state, key, live.device, _moment_dtype(live, group))
+    if not is_split(live, group):
+        state.pop("live_rest", None)
+    elif "live_rest" not in state:
+        state["live_rest"] = torch.zeros_like(live, dtype=torch.int16)
+    else:
+        _convert(state, "live_rest", live.device, torch.int16)
 
 
 def conform_averages(
     live: Tensor, state: State, group: dict[str, Any], wanted: tuple[str, ...], name: str
 ) -> None:
     """Likewise for the averages alone, in the storage that they have."""
+    offload = bool(group.get("offload")) and live.is_cuda
     if "returned" not in wanted:
         _drop(state, "returned")
     elif not keeps(state, "returned"):
@@ -249,9 +319,12 @@ def conform_averages(
         storage = storage_of(state, key)
         main = key if storage == "float32" else residual_key(key)
         if _is_misfit(live, state, main, name):
-            state.update(seeded(live, key, storage))
+            state.update(seeded(live, key, storage, offload))
         if storage == "float32":
-            _convert(state, key, live.device, average_dtype(live))
+            if offload:
+                state[key] = on_host(state[key].to(dtype=average_dtype(live)))
+            else:
+                _convert(state, key, live.device, average_dtype(live))
         else:
             for part in state.keys() & set(parts_of(key)):
                 _convert(state, part, live.device, state[part].dtype)

@@ -1,33 +1,34 @@
 """What a step has to do for one parameter group; whatever can be refused is refused here, before it."""
 
+import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
 
-from paceline.optim import fused, native
+from paceline.optim import fused, native, packing
 from paceline.optim.foreach import chunks, foreach_step_
 from paceline.optim.members import Fit, Fits, Members, States, count_together
 from paceline.optim.moments import model_scale
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, pace_step_
-from paceline.optim.sharded import whole
-from paceline.optim.state import (
-    State,
-    allocate,
-    average_of,
-    conform,
-    keep_average_,
-    keeps,
-    name_of,
-    real,
-    residual_key,
-)
+from paceline.optim.sharded import layout_of, local, mesh_of, sums_of_gradients
+from paceline.optim.state import State, allocate, conform, keeps, name_of, real, residual_key
 
-Path = Callable[[Members, Recipe, Scalar], None]
+
+class Whole(NamedTuple):
+    """What a step takes from the model as a whole."""
+
+    scale: Scalar = 1.0  # root mean square of √v̂, before the step
+    factor: Scalar = 1.0  # how many times the gradient counts
+    skip: Tensor | None = None  # () on the device: nothing is to change unless it is 0
+
+
+Path = Callable[[Members, Recipe, Whole], None]
 
 
 class Work(NamedTuple):
@@ -35,6 +36,19 @@ class Work(NamedTuple):
     members: Members
     path: Path
     anew: bool  # the members were not as at the last step
+
+    def can_skip(self) -> bool:
+        """Whether it can be skipped on the device."""
+        kinds = self.members.by_device()
+        one_pass = self.members.memo["one pass"] and self.group["capturable"]
+        return bool(one_pass and all(ONE_PASS[kind].can_skip for kind in kinds))
+
+    def is_sharded(self) -> bool:
+        """Whether parameters are cut over several ranks."""
+        memo = self.members.memo
+        if "sharded" not in memo:
+            memo["sharded"] = any(mesh_of(parameter) is not None for parameter in self.members.parameters)
+        return bool(memo["sharded"])
 
 
 def plan_all(states: States, groups: list[dict[str, Any]], fits: Fits) -> list[Work]:
@@ -46,29 +60,100 @@ def plan_all(states: States, groups: list[dict[str, Any]], fits: Fits) -> list[W
 def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work:
     compiling = torch.compiler.is_compiling()
     # A compiler cannot look into C; it makes one pass of the foreach path itself.
-    one_pass = bool(group["fused"]) and not compiling
-    settings = (group["return_power"] is None, *[group[name] for name in _SETTINGS], one_pass)
+    kept = group["return_power"] is None, group["betas"][0] == 0
+    settings = (*kept, *[group[name] for name in _SETTINGS], compiling)
     _check_capture(states, group, compiling)
     members = None if compiling else fits.again(number, group["params"], settings)
     if members is not None:
-        return Work(group, members, _path(group, members.parameters, one_pass), anew=False)
+        return Work(group, members, _path(group, members), anew=False)
     places = [(i, parameter) for i, parameter in enumerate(group["params"]) if parameter.grad is not None]
     parameters = [parameter for _, parameter in places]
     slots = [_slot(states, parameter, group, number, i) for i, parameter in places]
-    if one_pass:
-        _refuse_doubles(group, number, places)
-        for (i, _), slot in zip(places, slots, strict=True):
-            if reason := _refusal(slot):
-                raise RuntimeError(f"{name_of(group, number, i)} {reason}")
-    memo: dict[str, Any] = {}
+    one_pass = not compiling and _takes_one_pass(group, number, places, slots)
     own = [states[parameter] for parameter in parameters]
     fit = bool(own) and not compiling and Fit.can_be(parameters, own, slots)
-    if fit and one_pass and not group["capturable"]:
-        slots, memo["counts"] = count_together(own, slots)
+    memo: dict[str, Any] = {"one pass": one_pass}
+    if one_pass:
+        slots = [Slot(*map(_local, slot)) for slot in slots]
+        if fit and not group["capturable"]:
+            slots, memo["counts"] = count_together(own, slots)
+    else:
+        memo["packed"] = any(packing.is_packed(slot, group) for slot in slots)
+        for (i, _), slot in zip(places, slots, strict=True):
+            if reason := packing.refusal(slot.live, group):
+                raise RuntimeError(f"{name_of(group, number, i)} {reason}")
     members = Members.of(parameters, own, slots, one_pass, memo)
     if fit:
         fits.keep(number, Fit(group["params"], members, settings), states)
-    return Work(group, members, _path(group, parameters, one_pass), anew=True)
+    return Work(group, members, _path(group, members), anew=True)
+
+
+def _local(array: Tensor | None) -> Any:
+    return None if array is None else local(array)
+
+
+# --- The choice of a path ---------------------------------------------------------------------------
+
+
+def _takes_one_pass(
+    group: dict[str, Any], number: int, places: list[tuple[int, Tensor]], slots: list[Slot]
+) -> bool:
+    """Whether a group goes over memory once: as it says, or by itself on a GPU where it can.
+
+    What the machine lacks is said once, and another path taken; what is not as it should be is refused.
+    """
+    asked = group["fused"]
+    if not slots or not _may_fuse(group):
+        return False
+    kinds = {slot.live.device.type for slot in slots}
+    if asked is None and kinds != {"cuda"}:
+        return False  # on a CPU it has to be built first, which nobody asked for
+    for kind in kinds:
+        lacking = missing(kind)
+        if lacking is not None:
+            if asked:
+                _warn_once(f"fused=True on {_SPOKEN.get(kind, kind)} {lacking}; going on without it")
+            return False
+    for (i, _), slot in zip(places, slots, strict=True):
+        if reason := _refusal(slot):
+            if not asked:
+                return False
+            raise RuntimeError(f"{name_of(group, number, i)} {reason}")
+    if asked:
+        _refuse_doubles(group, number, places)
+    return bool(asked) or len({id(parameter) for _, parameter in places}) == len(places)
+
+
+def _may_fuse(group: dict[str, Any]) -> bool:
+    """Whether nothing that a group says rules one pass out. Whoever chooses about foreach chooses a path."""
+    if group["differentiable"] or group["gain"] == "relative":
+        return False
+    return bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
+
+
+_SPOKEN = {"cpu": "a CPU", "cuda": "a GPU"}
+
+
+def missing(kind: str) -> str | None:
+    """Why there is no one pass on this kind of device, in words that follow its name; None if there is."""
+    return ONE_PASS[kind].missing() if kind in ONE_PASS else "is not there: only on a CPU or a GPU with CUDA"
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=7)
+
+
+def path_name(group: dict[str, Any]) -> str:
+    """Which path the parameters of a group take, as far as it can be known before there are gradients."""
+    kinds = {parameter.device.type for parameter in group["params"] if not is_lazy(parameter)}
+    wanted = _may_fuse(group) and (group["fused"] or kinds == {"cuda"})
+    if kinds and wanted and all(missing(kind) is None for kind in kinds):
+        return " and ".join(ONE_PASS_NAMES[kind] for kind in sorted(kinds))
+    return "foreach" if _takes_foreach(group, group["params"]) else "tensor by tensor"
+
+
+ONE_PASS_NAMES = {"cpu": "one pass, in C", "cuda": "one pass, by Triton"}
 
 
 def _refuse_doubles(group: dict[str, Any], number: int, places: list[tuple[int, Tensor]]) -> None:
@@ -79,14 +164,24 @@ def _refuse_doubles(group: dict[str, Any], number: int, places: list[tuple[int, 
         seen.add(id(parameter))
 
 
-_SETTINGS = ("average_dtype", "capturable", "foreach", "differentiable")
+# A change of these asks for a new plan.
+_SETTINGS = (
+    "average_dtype",
+    "capturable",
+    "foreach",
+    "fused",
+    "differentiable",
+    "gain",
+    "rounding",
+    "offload",
+)
 
 
-def _path(group: dict[str, Any], parameters: list[Tensor], one_pass: bool) -> Path:
-    if one_pass:
+def _path(group: dict[str, Any], members: Members) -> Path:
+    if members.memo["one pass"]:
         return _one_pass_step_
-    path = foreach_step_ if _takes_foreach(group, parameters) else _loop_step_
-    return partial(_plain_step_ if group["average_dtype"] == "float32" else _residual_step_, path)
+    path = foreach_step_ if _takes_foreach(group, members.parameters) else _loop_step_
+    return partial(_packed_step_, path, group) if members.memo["packed"] else partial(_plain_step_, path)
 
 
 def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int, i: int) -> Slot:
@@ -97,10 +192,10 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
             f"PACE does not support sparse gradients: that of {name_of(group, number, i)} is {grad.layout}; "
             "make it dense (for nn.Embedding: sparse=False)"
         )
-    if grad.dtype != parameter.dtype:
+    if grad.is_complex() != parameter.is_complex() or not (grad.is_complex() or grad.is_floating_point()):
         raise RuntimeError(
             f"the gradient of {name_of(group, number, i)} is {grad.dtype}, the parameter {parameter.dtype}; "
-            "PACE needs them alike"
+            "PACE needs a gradient of floating numbers, complex if the parameter is"
         )
     state = states.get(parameter)
     if not state:
@@ -109,7 +204,7 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
     return Slot(
         live=real(parameter),
         grad=real(grad),
-        exp_avg=real(state["exp_avg"]),
+        exp_avg=real(state["exp_avg"]) if "exp_avg" in state else None,
         exp_avg_sq=real(state["exp_avg_sq"]),
         average=_held(state, "average"),
         returned=_held(state, "returned") if keeps(state, "returned") else None,
@@ -118,7 +213,7 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
 
 
 def _held(state: State, name: str) -> Tensor:
-    """An average, or the code that stands for it until `_residual_step_` comes to it."""
+    """An average, or the code that stands for it until it is opened."""
     return real(state[name]) if name in state else state[residual_key(name)]
 
 
@@ -141,14 +236,6 @@ def _check_capture(states: States, group: dict[str, Any], compiling: bool) -> No
             raise RuntimeError("take one step before you capture: some averages are not taken yet")
 
 
-def all_finite(grads: list[Tensor]) -> bool:
-    """Whether no gradient has a NaN or Inf, on any rank."""
-    # 0 · g is NaN where g is not finite, and a NaN survives the sum over elements, tensors and ranks;
-    # a maximum over ranks may lose it, and a plain sum may overflow.
-    sums = [whole((grad * 0).sum()).to("cpu", torch.float32) for grad in grads]
-    return not sums or bool(torch.stack(sums).sum() == 0)
-
-
 def _takes_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
     tensor_lr = isinstance(group["lr"], Tensor) and not group["capturable"]
     if group["foreach"] and tensor_lr:
@@ -162,58 +249,74 @@ def _takes_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
 class OnePass(NamedTuple):
     """A way over memory in one pass."""
 
+    missing: Callable[[], str | None]
     refusal: Callable[[Slot], str | None]
-    step_: Callable[[Members, Recipe, Scalar], None]
+    step_: Callable[[Members, Recipe, Whole], None]
     """Counts are advanced before."""
     energy_of: Callable[[Members, float, bool], Scalar | None]
     """Of members, β₂ and capturable: the sum of v̂ over all of them, without those with a NaN or Inf;
     None if none has stepped."""
+    sums_of_gradients: Callable[[Members, bool], list[Tensor]]
+    """Of members and capturable: as in sharded.py."""
+    can_skip: bool
+    """Whether a step can be skipped on the device."""
 
 
 ONE_PASS = {
-    "cpu": OnePass(native.refusal, native.native_step_, native.energy_of),
-    "cuda": OnePass(fused.refusal, fused.fused_step_, fused.energy_of),
+    "cpu": OnePass(
+        missing=native.missing,
+        refusal=native.refusal,
+        step_=lambda members, recipe, whole: native.native_step_(members, recipe, whole.scale, whole.factor),
+        energy_of=native.energy_of,
+        sums_of_gradients=lambda members, capturable: sums_of_gradients(members.grads),
+        can_skip=False,
+    ),
+    "cuda": OnePass(
+        missing=fused.missing,
+        refusal=fused.refusal,
+        step_=lambda members, recipe, whole: fused.fused_step_(members, recipe, *whole),
+        energy_of=fused.energy_of,
+        sums_of_gradients=fused.sums_of_gradients,
+        can_skip=True,
+    ),
 }
 
 
 def _refusal(slot: Slot) -> str | None:
-    kind = slot.live.device.type
-    if kind not in ONE_PASS:
-        return f"is on {slot.live.device}; fused=True is for parameters on a CPU or a GPU with CUDA"
-    return ONE_PASS[kind].refusal(slot)
+    arrays = [array for array in slot if array is not None]
+    if any(layout_of(array)[2] != layout_of(slot.live)[2] for array in arrays[:-1]):
+        return "and its gradient and state are not cut alike over ranks"
+    reason: str | None = ONE_PASS[slot.live.device.type].refusal(Slot(*map(_local, slot)))
+    return reason
 
 
-def _one_pass_step_(members: Members, recipe: Recipe, scale: Scalar) -> None:
-    members.count_step()
+def _one_pass_step_(members: Members, recipe: Recipe, whole: Whole) -> None:
+    members.count_step(whole.skip)
     for kind, part in members.by_device().items():
-        ONE_PASS[kind].step_(part, recipe, scale)
+        ONE_PASS[kind].step_(part, recipe, whole)
 
 
-SlotPath = Callable[[list[Slot], Recipe, Scalar], None]
+SlotPath = Callable[[list[Slot], Recipe, Scalar, Scalar], None]
 
 
-def _plain_step_(path: SlotPath, members: Members, recipe: Recipe, scale: Scalar) -> None:
-    path(members.slots(), recipe, scale)
+def _plain_step_(path: SlotPath, members: Members, recipe: Recipe, whole: Whole) -> None:
+    path(members.slots(), recipe, whole.scale, whole.factor)
 
 
-def _residual_step_(path: SlotPath, members: Members, recipe: Recipe, scale: Scalar) -> None:
-    """Any path on averages that are kept as residuals: decoded for it and encoded again, chunk by chunk."""
+def _packed_step_(
+    path: SlotPath, group: dict[str, Any], members: Members, recipe: Recipe, whole: Whole
+) -> None:
+    """Any path on weights and state that are kept otherwise: opened for it and closed again, by chunks."""
     for chunk in chunks(zip(members.slots(), members.states, strict=True), lambda pair: (pair[0].live, None)):
-        opened = []
-        for slot, state in chunk:
-            average = average_of(state, "average", slot.live)
-            returned = None if slot.returned is None else average_of(state, "returned", slot.live)
-            opened.append(slot._replace(average=average, returned=returned))
-        path(opened, recipe, scale)
-        for slot, (_, state) in zip(opened, chunk, strict=True):
-            keep_average_(state, "average", slot.live, slot.average)
-            if slot.returned is not None:
-                keep_average_(state, "returned", slot.live, slot.returned)
+        opened = [packing.opened(slot, state, group) for slot, state in chunk]
+        path(opened, recipe, whole.scale, whole.factor)
+        for done, (slot, state) in zip(opened, chunk, strict=True):
+            packing.close_(slot, done, state, group)
 
 
-def _loop_step_(slots: list[Slot], recipe: Recipe, scale: Scalar) -> None:
+def _loop_step_(slots: list[Slot], recipe: Recipe, scale: Scalar, factor: Scalar) -> None:
     for slot in slots:
-        pace_step_(slot, recipe, scale)
+        pace_step_(slot, recipe, scale, factor)
 
 
 def scale_before(states: States, works: list[Work]) -> Scalar:
@@ -225,8 +328,12 @@ def scale_before(states: States, works: list[Work]) -> Scalar:
     elements = 0
     for work in works:
         parameters, group = work.members.parameters, work.group
-        elements += sum(map(Tensor.numel, (slot.live for slot in work.members.rests)))
-        if work.path is _one_pass_step_:
+        memo = work.members.memo
+        if "elements" not in memo:
+            memo["elements"] = sum(real(parameter).numel() for parameter in parameters)
+        elements += memo["elements"]
+        # Sums of what is cut over ranks are to be taken together, which `model_scale` does.
+        if memo["one pass"] and not work.is_sharded():
             for kind, part in work.members.by_device().items():
                 energy = ONE_PASS[kind].energy_of(part, group["betas"][1], group["capturable"])
                 if energy is not None:

@@ -1,0 +1,78 @@
+"""Gradients as a whole: their norm, by which they are clipped, and whether a step is to be skipped."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.optim.rule import Scalar
+from paceline.optim.sharded import sums_of_gradients
+from paceline.optim.work import ONE_PASS, Work
+
+
+class Scaled(NamedTuple):
+    """What a `torch.amp.GradScaler` says of gradients that it leaves to the optimizer."""
+
+    scale: Tensor | None  # () by which they are too large; None: not at all
+    found_inf: Tensor | None  # () not 0 if one of them has a NaN or Inf
+
+
+class Gradients(NamedTuple):
+    """What is to be made of them."""
+
+    norm: Tensor | None  # () over all of them, if anything asks for it
+    skip: bool | Tensor  # the step; () on the device, if it must not be read on the host
+    scale: Tensor | None
+
+    def factor(self, limit: float | None) -> Scalar:
+        """How many times they count where their norm may be `limit` at most."""
+        factor: Scalar = 1.0 if self.scale is None else 1.0 / self.scale
+        if limit is not None and self.norm is not None:
+            clip = (limit / (self.norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+            factor = factor * clip
+        # What is on the host is a number; what is on a device stays there, as to read it would be to wait.
+        return factor.item() if isinstance(factor, Tensor) and factor.device.type == "cpu" else factor
+
+
+def look_at(works: list[Work], scaled: Scaled) -> Gradients:
+    """The gradients of a step, before it."""
+    skips = [work for work in works if work.group["skip_nonfinite"]]
+    norm, bad = None, None
+    if any(work.group["max_grad_norm"] is not None for work in works):
+        norm = _sums(works)[0].sqrt()
+        if scaled.scale is not None:
+            norm = norm / scaled.scale.to(norm)
+    if skips:
+        bad = _sums(skips)[1] != 0
+    skip: bool | Tensor = False
+    if any(work.group["capturable"] for work in works):
+        flags = [flag.to(torch.float32) for flag in (scaled.found_inf, bad) if flag is not None]
+        skip = sum(flags[1:], flags[0]) if flags else False
+    elif bad is not None:
+        skip = bool(bad)
+    return Gradients(norm, skip, scaled.scale)
+
+
+def refuse_to_skip(works: list[Work]) -> None:
+    """Raise RuntimeError unless all of the step can be skipped on the device, before anything moves."""
+    for work in works:
+        if work.members.parameters and not work.can_skip():
+            raise RuntimeError(
+                "with capturable=True a step is skipped on the device, by the one pass over memory, but "
+                "a group takes another path or has capturable=False: leave out skip_nonfinite or capturable, "
+                'or what rules fused=True out (gain="relative", foreach, dtypes that it does not know)'
+            )
+
+
+def _sums(works: list[Work]) -> Tensor:
+    """Of all gradients of some groups, (2,) as in sharded.py."""
+    parts: list[Tensor] = []
+    rest: list[Tensor] = []
+    for work in works:
+        if not work.members.memo["one pass"] or work.is_sharded():
+            rest += work.members.grads
+            continue
+        for kind, part in work.members.by_device().items():
+            parts += ONE_PASS[kind].sums_of_gradients(part, work.group["capturable"])
+    parts += sums_of_gradients(rest)
+    return sum((part.to(parts[0]) for part in parts[1:]), parts[0]) if parts else torch.zeros(2)
