@@ -490,6 +490,12 @@ def doctor(folder, capsys):
     return code, capsys.readouterr().out
 
 
+def test_doctor_on_the_machine(capsys):
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in said and "cpu (" in said and "PACE steps by foreach" in said
+
+
 def test_doctor_on_a_run(trained, capsys):
     code, said = doctor(trained, capsys)
     assert code == 0 and said.count("whole; step") == 2 and "NOT" not in said

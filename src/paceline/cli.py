@@ -55,7 +55,7 @@ Stop it whenever you like (Ctrl-C): the same command goes on where it was. Setti
 file (--config run.toml), under the same names; flags win over it.""",
     "eval": "example:\n  paceline eval runs/first --weights average",
     "export": "example:\n  paceline export runs/first model/ --weights average",
-    "doctor": "example:\n  paceline doctor runs/first",
+    "doctor": "examples:\n  paceline doctor runs/first\n  paceline doctor",
     "bench": bench.EXAMPLES,
     "theory": theory.EXAMPLES,
     "data": "example:\n  paceline data shards/ --data my.jsonl.xz --tokenizer gpt2",
@@ -163,8 +163,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             "--weights", metavar="NAME", help="live, average, or the name of another average kept"
         )
         made.add_argument("--step", type=int, help="of which checkpoint; without it, the newest")
-    doctor = add("doctor", "which weights a folder holds, and whether it is whole", _doctor)
-    doctor.add_argument("folder", type=Path)
+    doctor = add(
+        "doctor", "which weights a folder holds, and whether it is whole; what this machine can do", _doctor
+    )
+    doctor.add_argument(
+        "folder", type=Path, nargs="?", help="a run, a checkpoint or a model; without it, of this machine"
+    )
     data = add("data", "prepare token shards from text", _data)
     data.add_argument("folder", type=Path, help="where to write the shards")
     data.add_argument("--data", nargs="+", required=True, help="as in train")
@@ -353,9 +357,9 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from paceline.experiments.doctor import examine
+    from paceline.experiments.doctor import examine, examine_machine
 
-    lines, whole = examine(options.folder)
+    lines, whole = (examine_machine(), True) if options.folder is None else examine(options.folder)
     for line in lines:
         _say(line)
     return 0 if whole else 1

@@ -1,12 +1,37 @@
-"""Which weights a folder holds, and whether all of it is as it was written."""
+"""Which weights a folder holds, and whether all of it is as it was written; and what this machine can do."""
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from paceline.experiments.config import ConfigError
 from paceline.lm import checkpoint
 from paceline.lm.files import plain_file, sha256_of
+from paceline.optim.work import ONE_PASS_NAMES, missing
+
+
+def examine_machine() -> list[str]:
+    """What is to be said of the machine: versions, devices, and how PACE steps on each."""
+    lines = [
+        f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    ]
+    kinds = {"cpu": platform.processor() or platform.machine()}
+    if torch.cuda.is_available():
+        kinds["cuda"] = torch.cuda.get_device_name()
+    for kind, name in kinds.items():
+        lacking = missing(kind)
+        usual = kind == "cuda" and lacking is None
+        lines.append(
+            f"{kind} ({name}): PACE steps by {ONE_PASS_NAMES[kind] if usual else 'foreach operations'}"
+        )
+        if lacking is not None:
+            lines.append(f"  fused=True {lacking}")
+        elif not usual:
+            lines.append(f"  with fused=True: {ONE_PASS_NAMES[kind]}, in about a third of the time")
+    return lines
 
 
 def examine(folder: Path) -> tuple[list[str], bool]:
