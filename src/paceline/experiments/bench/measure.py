@@ -126,7 +126,7 @@ def measure(
             high=1e3 * tenths[-1],
             ratio=middle / statistics.median(times[BASE]),
             bandwidth=rival.traffic * count / middle / bandwidth,
-            state=state_bytes(holders[name]) / count,
+            state=state_bytes(holders[name], device) / count,
             temporary=temporary_bytes(steps[name], device) / count,
             wall=1e3 * statistics.median(walls[name]),
             wall_ratio=statistics.median(walls[name]) / statistics.median(walls[BASE]),

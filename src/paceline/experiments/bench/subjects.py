@@ -118,7 +118,7 @@ RIVALS: dict[str, Rival] = {
     "AdamW, fused, clipped": Rival(make=_with_clipping(lambda p: _plain(AdamW(p, fused=True))), traffic=32),
     "Schedule-Free AdamW": Rival(make=_schedule_free, traffic=28),
     # At all but every millionth step it touches no average: AdamW alone, by our kernel.
-    "PACE, fused, no average": Rival(make=lambda p: _pace(p, update_every=10**6), traffic=28),
+    "PACE, fused, no average": Rival(make=lambda p: _pace(p, gain="paper", update_every=10**6), traffic=28),
     "PACE, fused, strength 0": Rival(make=lambda p: _pace(p, pullback_strength=0.0), traffic=36),
     "PACE, fused": Rival(make=_pace, traffic=44),
     "PACE, fused, bfloat16": Rival(
@@ -140,6 +140,16 @@ RIVALS: dict[str, Rival] = {
     ),
     "PACE, fused, paper, int8": Rival(
         make=lambda p: _pace(p, gain="paper", average_dtype="int8"), traffic=30.0625, devices=("cuda",)
+    ),
+    "PACE, fused, paper, clipped": Rival(
+        make=lambda p: _pace(p, gain="paper", max_grad_norm=1e9), traffic=40
+    ),
+    "PACE, fused, paper, no momentum": Rival(
+        make=lambda p: _pace(p, gain="paper", betas=(0.0, 0.999)), traffic=28
+    ),
+    # Every step reaches for them over the bus: divide what it takes beyond "no average" by your update_every.
+    "PACE, fused, paper, average on the host": Rival(
+        make=lambda p: _pace(p, gain="paper", offload=True), traffic=36, devices=("cuda",)
     ),
     "PACE, fused, paper, two averages": Rival(
         make=lambda p: _pace(p, gain="paper", return_power=0.8), traffic=44
@@ -167,13 +177,12 @@ def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
     return parameters
 
 
-def state_bytes(holder: Any) -> int:
-    """Of everything that is kept beside the weights, but the weights themselves."""
+def state_bytes(holder: Any, device: str) -> int:
+    """Of everything that is kept on the device beside the weights, but the weights themselves."""
     if isinstance(holder, Tensor):
-        return holder.numel() * holder.element_size()
-    if isinstance(holder, list | tuple):
-        return sum(map(state_bytes, holder))
+        return holder.nbytes if holder.device.type == device else 0
     if isinstance(holder, dict):
-        return sum(map(state_bytes, holder.values()))
-    state = getattr(holder, "state", None)
-    return sum(state_bytes(dict(entries)) for entries in state.values()) if state is not None else 0
+        return sum(state_bytes(entry, device) for entry in holder.values())
+    if isinstance(holder, list | tuple):
+        return sum(state_bytes(entry, device) for entry in holder)
+    return state_bytes(dict(getattr(holder, "state", {})), device)

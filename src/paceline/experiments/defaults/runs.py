@@ -312,6 +312,18 @@ def storages(scale: Scale, **more: Any) -> Named:
     return runs
 
 
+def lean(scale: Scale, **more: Any) -> Named:
+    """PACE with less memory: without a first moment, and with its average on the host, moved at every tenth
+    step, beside the same on the device."""
+    spec, more = "pace:gain=paper,pullback_strength=3e-3,ema_power=0.5", {"averages": ("power:0.5",), **more}
+    without = f"{spec},betas=(0.0,0.999),weight_decay=0.01"
+    return (
+        grid(scale, "PACE:paper,no_momentum", without, (-2, -1, 0), recipe=None, **more)
+        | grid(scale, "PACE:paper,every:10", f"{spec},update_every=10", (0,), **more)
+        | grid(scale, "PACE:paper,every:10,host", f"{spec},update_every=10,offload=True", (0,), **more)
+    )
+
+
 Group = Callable[[Scale, int], Named]
 GROUPS: dict[str, Group] = {
     "baselines": lambda scale, seed: plain(scale, seed=seed),
@@ -331,6 +343,7 @@ GROUPS: dict[str, Group] = {
     "hypotheses": lambda scale, seed: hypotheses(scale, seed=seed),
     "warmups": lambda scale, seed: warmups(scale, seed=seed),
     "storages": lambda scale, seed: storages(scale, seed=seed),
+    "lean": lambda scale, seed: lean(scale, seed=seed),
     "decay": lambda scale, seed: decayed(
         plain(scale, seed=seed)
         | plain(scale, "usual", (-2, *RIGHT), seed=seed)
