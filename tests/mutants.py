@@ -805,15 +805,15 @@ STATE = [
     Mutant(
         "state-average-is-live",
         "state.py",
-        "return {name: live.to(average_dtype(live), copy=True)}",
-        "return {name: live.to(average_dtype(live))}",
+        "average = live.to(average_dtype(live), copy=True)",
+        "average = live.to(average_dtype(live))",
         (_REFERENCE,),
     ),
     Mutant(
         "state-returned-is-the-average",
         "state.py",
-        '        state |= seeded(live, name, group["average_dtype"])\n    return state',
-        '        state |= seeded(live, name, group["average_dtype"])\n'
+        '        state |= seeded(live, name, group["average_dtype"], group["offload"])\n    return state',
+        '        state |= seeded(live, name, group["average_dtype"], group["offload"])\n'
         '    return {**state, "returned": state["average"]} if "returned" in state else state',
         (_SECOND,),
     ),
@@ -841,7 +841,7 @@ STATE = [
     Mutant(
         "state-moments-not-cast",
         "state.py",
-        "        _convert(state, key, live.device, live.dtype)",
+        "        _convert(state, key, live.device, _moment_dtype(live, group))",
         "        pass",
         (_CAST,),
     ),
@@ -876,7 +876,7 @@ STATE = [
     Mutant(
         "state-misfit-not-replaced",
         "state.py",
-        'if _is_misfit(live, state, "exp_avg", name):',
+        'if _is_misfit(live, state, "exp_avg_sq", name):',
         "if False:",
         (f"{_STATE}::test_parameters_of_a_shape_known_later",),
     ),
@@ -908,32 +908,11 @@ STATE = [
         (f"{_SHAPES}::test_a_parameter_without_gradient_is_skipped_whole",),
     ),
     Mutant(
-        "work-huge-gradients-are-bad",
-        "work.py",
-        "whole((grad * 0).sum())",
-        "whole(grad.sum() * 0)",
+        "sharded-huge-gradients-are-bad",
+        "sharded.py",
+        "(most.abs().double() * 0).sum()",
+        "(squares.square() * 0).sum()",
         (f"{_FAULTS}::test_skip_nonfinite_does_not_take_huge_gradients_for_bad",),
-    ),
-    Mutant(
-        "members-whatever-strides",
-        "members.py",
-        "[] if plainly else [(grad.stride(), grad.is_neg()) for grad in grads]",
-        "[]",
-        (_FITS,),
-    ),
-    Mutant(
-        "members-whatever-size",
-        "members.py",
-        "[(grad.dtype, grad.nbytes) for grad in grads], lie",
-        "[grad.dtype for grad in grads], lie",
-        (_FITS,),
-    ),
-    Mutant(
-        "members-whatever-precision",
-        "members.py",
-        "[(grad.dtype, grad.nbytes) for grad in grads], lie",
-        "[grad.nbytes for grad in grads], lie",
-        (_FITS,),
     ),
     Mutant(
         "members-negative-views-are-plain",
@@ -943,16 +922,23 @@ STATE = [
         (_FITS,),
     ),
     Mutant(
-        "native-built-when-it-is-too-late",
-        "native.py",
-        "    _library()  # what cannot be built is to be known before anything has moved\n",
-        "",
+        "members-whatever-looks",
+        "members.py",
+        "if not self._look_alike(*grads) and _looks(grads) != self._looks:",
+        "if False:",
+        (_FITS,),
+    ),
+    Mutant(
+        "members-whatever-strides-in-another-mode",
+        "members.py",
+        "grad.shape, grad.stride(), grad.is_neg())",
+        "grad.shape)",
         (_FITS,),
     ),
     Mutant(
         "members-whatever-addresses",
         "members.py",
-        "return list(map(_address, self._arrays)) == self._addresses",
+        "return _are_at(self._arrays, self._addresses)",
         "return True",
         (_FITS,),
     ),
@@ -985,17 +971,10 @@ STATE = [
         (_FITS,),
     ),
     Mutant(
-        "members-sparse-is-plain",
-        "members.py",
-        "except (TypeError, RuntimeError):  # there is none, or it is sparse\n            return None",
-        "except (TypeError, RuntimeError):\n            addresses = []",
-        (_FITS,),
-    ),
-    Mutant(
         "members-idle-for-ever",
         "members.py",
-        " or any(parameter.grad is not None for parameter in self._idle):",
-        ":",
+        "if any(parameter.grad is not None for parameter in self._idle):",
+        "if False:",
         (_FITS,),
     ),
     Mutant(
@@ -1013,10 +992,10 @@ STATE = [
         (_FITS,),
     ),
     Mutant(
-        "work-only-first-gradient-checked",
-        "work.py",
-        "torch.float32) for grad in grads]",
-        "torch.float32) for grad in grads[:1]]",
+        "sharded-only-first-gradient-checked",
+        "sharded.py",
+        "for part in map(local, own) if part.numel()]",
+        "for part in map(local, own[:1]) if part.numel()]",
         (_SKIP,),
     ),
 ]
@@ -1074,8 +1053,8 @@ PACE = [
     Mutant(
         "kernel-averages-what-was-not-stored",
         "kernel.py",
-        "    live = live.to(OF).to(tl.float32)\n",
-        "",
+        "            new = live\n",
+        "            new = before + way\n",
         (f"{_FUSED}::test_low_precision_is_rounded_once",),
     ),
     Mutant(
@@ -1109,8 +1088,8 @@ PACE = [
     Mutant(
         "fused-gradients-where-they-were",
         "fused.py",
-        "elif own != self._sent or self._captured:",
-        "elif not self._sent:",
+        "if addresses is self._sent and not capturing and not self._captured:",
+        "if self._sent and not capturing and not self._captured:",
         (f"{_FUSED}::test_gradients_that_move_are_found",),
     ),
     Mutant(
@@ -1246,15 +1225,15 @@ PACE = [
     Mutant(
         "pace-nonfinite-never-skipped",
         "pace.py",
-        "        if not all_finite([grad",
-        "        if False and not all_finite([grad",
+        "        if gradients.skip is True:\n            return loss\n",
+        "",
         (_SKIP,),
     ),
     Mutant(
-        "pace-nonfinite-always-skipped",
-        "pace.py",
-        ' if w.group["skip_nonfinite"] for grad',
-        " for grad",
+        "gradients-nonfinite-always-skipped",
+        "gradients.py",
+        '[work for work in works if work.group["skip_nonfinite"]]',
+        "works",
         (_BAD,),
     ),
     Mutant(
@@ -1267,9 +1246,9 @@ PACE = [
     Mutant(
         "pace-seeds-before-a-skipped-step",
         "pace.py",
-        "        if not all_finite([grad",
+        "        if gradients.skip is True:\n",
         "        [self._seed_again(w.members.parameters, w.group) for w in works]\n"
-        "        if not all_finite([grad",
+        "        if gradients.skip is True:\n",
         (
             "tests/optim/test_faults.py::test_a_skipped_step_after_a_reset_does_not_seed",
             _FAULTS,
@@ -1543,15 +1522,15 @@ LOADING = [
     Mutant(
         "loading-casts-to-the-parameter",
         "loading.py",
-        "key: value.detach().to(live.device, copy=True) if isinstance(value, Tensor) else value",
-        "key: value.detach().to(live, copy=True) if isinstance(value, Tensor) else value",
+        'key: value.detach().to("cpu" if key in stays else live.device, copy=True)',
+        "key: value.detach().to(live, copy=True)",
         (f"{_LOADING}::test_loading_keeps_the_precision_of_the_average",),
     ),
     Mutant(
         "loading-shares-tensors",
         "loading.py",
-        "key: value.detach().to(live.device, copy=True) if isinstance(value, Tensor) else value",
-        "key: value.detach().to(live.device) if isinstance(value, Tensor) else value",
+        'key: value.detach().to("cpu" if key in stays else live.device, copy=True)',
+        "key: value.detach().to(live.device)",
         (f"{_LOADING}::test_two_optimizers_never_share_a_tensor_after_loading",),
     ),
     Mutant(
@@ -1651,8 +1630,8 @@ LOADING = [
     Mutant(
         "loading-shape-of-live-unchecked",
         "loading.py",
-        '*map(residual_key, both), "live"} - {"step"}',
-        '*map(residual_key, both)} - {"step"}',
+        '*map(residual_key, both), "live", "live_rest"} - {"step"}',
+        '*map(residual_key, both), "live_rest"} - {"step"}',
         (_MISFIT, _LOADING, _CHECKPOINTS),
     ),
     Mutant(
@@ -2605,22 +2584,22 @@ STORAGE = [
     Mutant(
         "storage-both-averages-round-alike",
         "storage.py",
-        'SALTS = {"average": 0, "returned": 1}',
-        'SALTS = {"average": 0, "returned": 0}',
+        '    "returned": 1,\n',
+        '    "returned": 0,\n',
         (f"{_STORAGE}::test_a_step_is_the_float32_step_on_the_decoded_average",),
     ),
     Mutant(
         "storage-residual-of-the-average-itself",
         "state.py",
-        "return live.detach() - residual.to(live.device)",
-        "return live.detach() + residual.to(live.device)",
+        "return in_full(live, state) - residual.to(live.device)",
+        "return in_full(live, state) + residual.to(live.device)",
         (f"{_STORAGE}::test_after_300_steps_the_averages_are_those_of_the_reference",),
     ),
     Mutant(
         "storage-loaded-group-wins",
         "pace.py",
-        'ADAMW_ONLY_SETTINGS | {"average_dtype"}',
-        "ADAMW_ONLY_SETTINGS",
+        'ADAMW_ONLY_SETTINGS | {"average_dtype", "rounding", "offload"}',
+        'ADAMW_ONLY_SETTINGS | {"rounding", "offload"}',
         (f"{_STORAGE}::test_every_storage_loads_into_every_other",),
     ),
     Mutant(
@@ -2647,8 +2626,8 @@ STORAGE = [
     Mutant(
         "storage-set-in-mid-run-unnoticed",
         "work.py",
-        '_SETTINGS = ("average_dtype", ',
-        "_SETTINGS = (",
+        '    *("average_dtype", "rounding", "offload"),\n',
+        '    *("rounding", "offload"),\n',
         (f"{_STORAGE}::test_a_storage_set_in_mid_run",),
     ),
     Mutant(
@@ -2657,6 +2636,152 @@ STORAGE = [
         "        if plain in kept and packed[0] in kept:",
         "        if False:",
         (f"{_STORAGE}::test_dcp_between_two_storages",),
+    ),
+]
+
+_ROUNDING = "tests/optim/test_rounding.py"
+_GRADIENTS = "tests/optim/test_gradients.py"
+
+KEPT = [
+    Mutant(
+        "rounding-rest-is-dropped",
+        "storage.py",
+        "rest.copy_(torch.where(finite, bits - upper, 0))",
+        "rest.zero_()",
+        (f"{_ROUNDING}::test_what_is_split_is_joined_to_the_same_bits",),
+    ),
+    Mutant(
+        "rounding-upper-half-is-cut-off",
+        "storage.py",
+        "upper = (bits + 0x8000) & -0x10000",
+        "upper = bits & -0x10000",
+        (f"{_ROUNDING}::test_what_is_split_is_joined_to_the_same_bits",),
+    ),
+    Mutant(
+        "rounding-one-chance-for-all",
+        "storage.py",
+        '    "exp_avg": 0x80000000,\n',
+        '    "exp_avg": 0x40000000,\n',
+        (f"{_ROUNDING}::test_chances_of_weights_moments_and_averages_are_not_the_same",),
+    ),
+    Mutant(
+        "rounding-residual-beside-half-a-weight",
+        "state.py",
+        "torch.sub(local(in_full(live, state)), local(average), out=residual)",
+        "torch.sub(local(live.detach()), local(average), out=residual)",
+        (f"{_ROUNDING}::test_masters_with_residuals_are_beside_all_of_the_weight",),
+    ),
+    Mutant(
+        "rounding-moments-stay-narrow",
+        "state.py",
+        "return torch.float32 if is_split(live, group) else live.dtype",
+        "return live.dtype",
+        (f"{_ROUNDING}::test_master_weights_are_those_of_float32",),
+    ),
+    Mutant(
+        "rounding-weights-to-the-nearest",
+        "packing.py",
+        "encode_(kept.detach(), None, value, slot.step, SALTS[name])",
+        "kept.detach().copy_(value)",
+        (f"{_ROUNDING}::test_rounding_at_random_is_right_on_the_mean",),
+    ),
+    Mutant(
+        "rounding-float16-is-taken",
+        "state.py",
+        'if group["rounding"] != "nearest" and live.dtype == torch.float16:',
+        "if False:",
+        (f"{_ROUNDING}::test_float16_is_refused_with_what_to_do",),
+    ),
+    Mutant(
+        "kernel-rounds-weights-with-the-chances-of-moments",
+        "kernel.py",
+        "live = _at_random(new, _noise(first, offsets, t, OF_LIVE))",
+        "live = _at_random(new, _noise(first, offsets, t, OF_M))",
+        (f"{_FUSED}::test_weights_rounded_at_random_are_those_of_the_other_paths",),
+    ),
+    Mutant(
+        "kernel-drops-the-rest",
+        "kernel.py",
+        "rest = tl.where(finite, bits - upper, 0)",
+        "rest = tl.where(finite, bits - bits, 0)",
+        (f"{_FUSED}::test_master_weights_are_those_of_float32",),
+    ),
+    Mutant(
+        "kernel-skips-nothing",
+        "kernel.py",
+        "        if tl.load(skip) != 0.0:",
+        "        if tl.load(skip) != tl.load(skip):",
+        (f"{_FUSED}::test_a_step_is_skipped_on_the_device",),
+    ),
+    Mutant(
+        "kernel-clips-nothing",
+        "kernel.py",
+        "sign *= tl.load(factor)",
+        "sign *= 1.0",
+        (f"{_FUSED}::test_clipping_by_the_norm",),
+    ),
+    Mutant(
+        "kernel-huge-gradients-are-bad",
+        "kernel.py",
+        "tl.sum(grad * 0.0))",
+        "tl.sum(grad * grad * 0.0))",
+        (f"{_FUSED}::test_a_step_is_skipped_on_the_device",),
+    ),
+    Mutant(
+        "members-count-skipped-steps",
+        "members.py",
+        "(skip == 0).to(torch.float64)",
+        "(skip == skip).to(torch.float64)",
+        (f"{_FUSED}::test_a_step_is_skipped_on_the_device",),
+    ),
+    Mutant(
+        "gradients-clipped-up",
+        "gradients.py",
+        ".clamp(max=1.0)",
+        "",
+        (f"{_GRADIENTS}::test_max_grad_norm_is_torchs_clip_grad_norm",),
+    ),
+    Mutant(
+        "gradients-norm-of-groups-that-clip",
+        "gradients.py",
+        "norm = _sums(works)[0].sqrt()",
+        'norm = _sums([w for w in works if w.group["max_grad_norm"]])[0].sqrt()',
+        (f"{_GRADIENTS}::test_the_norm_is_over_all_groups_and_each_has_its_own_limit",),
+    ),
+    Mutant(
+        "gradients-skip-where-nothing-can",
+        "gradients.py",
+        "if work.members.parameters and not work.can_skip():",
+        "if False:",
+        (f"{_GRADIENTS}::test_skipping_on_the_device_needs_a_path_that_can",),
+    ),
+    Mutant(
+        "foreach-clips-nothing",
+        "foreach.py",
+        "grads = list(torch._foreach_mul(grads, factor))",
+        "pass",
+        (f"{_GRADIENTS}::test_max_grad_norm_is_torchs_clip_grad_norm",),
+    ),
+    Mutant(
+        "rule-clips-nothing",
+        "rule.py",
+        "grad = grad * on_device_of(grad, factor)",
+        "pass",
+        (f"{_GRADIENTS}::test_max_grad_norm_is_torchs_clip_grad_norm",),
+    ),
+    Mutant(
+        "state-momentum-is-kept-where-there-is-none",
+        "state.py",
+        'return ("exp_avg", "exp_avg_sq") if group["betas"][0] != 0 else ("exp_avg_sq",)',
+        'return ("exp_avg", "exp_avg_sq")',
+        ("tests/optim/test_adamw.py::test_without_momentum_the_memory_is_adamws",),
+    ),
+    Mutant(
+        "work-without-a-compiler-there-is-an-end",
+        "work.py",
+        "        if lacking is not None:\n            if asked:\n",
+        "        if lacking is not None:\n            if not asked:\n",
+        (f"{_FITS}::test_what_cannot_be_built_is_said_once_and_done_without",),
     ),
 ]
 
@@ -2673,4 +2798,5 @@ MUTANTS = [
     *AVERAGES,
     *BASELINES,
     *STORAGE,
+    *KEPT,
 ]

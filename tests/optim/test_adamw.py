@@ -100,3 +100,25 @@ def test_between_updates_a_step_is_adamws(every, foreach):
         else:
             assert all(torch.equal(p, q) for p, q in zip(parameters, twins, strict=True))
     assert updated == list(range(every, 61, every))
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+def test_without_momentum_the_memory_is_adamws(foreach):
+    """Its first moment is the gradient: the same weights as AdamW's to the bit, and nothing kept for it."""
+    ours, theirs, steps = make_parameters(), make_parameters(), make_gradients(20)
+    settings = {"lr": 1e-2, "betas": (0.0, 0.99)}
+    own = PACE(ours, pullback_strength=0.0, foreach=foreach, **settings)
+    other = torch.optim.AdamW(theirs, foreach=foreach, **settings)
+    for step in steps:
+        advance(own, ours, [step])
+        advance(other, theirs, [step])
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert sorted(own.state[ours[0]]) == ["average", "exp_avg_sq", "step"]
+    # A state of AdamW has one all the same, and momentum that begins in mid-run begins with nothing.
+    with pytest.warns(UserWarning, match="no 'average'"):
+        own.load_state_dict(other.state_dict())
+    advance(own, ours, steps[:1])
+    assert "exp_avg" not in own.state[ours[0]]
+    own.param_groups[0]["betas"] = (0.9, 0.99)
+    advance(own, ours, steps[:1])
+    assert torch.allclose(own.state[ours[0]]["exp_avg"], 0.1 * steps[0][0])
