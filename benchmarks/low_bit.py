@@ -5,9 +5,10 @@
     python benchmarks/low_bit.py --record records/x.json
 
 The 8-bit AdamW of torchao and that of bitsandbytes, where they are installed, alone and inside `Pullback`,
-beside torch's fused AdamW and PACE. All take turns, round by round, and × is a ratio of medians. On a GPU, ms
-is the time that it is busy, as in training, where the host is ahead; wall is from an idle GPU to an idle GPU.
-state and temporary are bytes for a weight: what is kept beside it, and the most a step holds for a moment.
+beside torch's fused AdamW and PACE. All take turns, round by round. ms is the median of a step, least that of
+the quickest, by which to go on a busy machine; × are ratios of either. On a GPU both are the time that it is
+busy, as in training, where the host is ahead, and wall is from an idle GPU to an idle GPU. state and
+temporary are bytes for a weight: what is kept beside it, and the most that a step holds for a moment.
 
 Then 50 steps of a small regression: how far the weights are from those of the same optimizer with moments in
 float32, as a share of the way that those went, and the losses of both.
@@ -21,7 +22,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +111,7 @@ def measure(model: str, shapes: Shapes, device: str, rounds: int) -> list[dict[s
                 times[name].append(busy_seconds(optimizer.step, device, ahead=min(walls[name])))
     say("")
     medians = {name: statistics.median(times[name] or walls[name]) for name in found}
+    least = {name: min(times[name] or walls[name]) for name in found}
     waits = {name: statistics.median(walls[name]) for name in found}
     weights = sum(torch.Size(shape).numel() for shape in shapes)
     rows = []
@@ -118,8 +120,10 @@ def measure(model: str, shapes: Shapes, device: str, rounds: int) -> list[dict[s
             "model": model,
             "optimizer": name,
             "ms": 1e3 * medians[name],
+            "least_ms": 1e3 * least[name],
             "ratio": medians[name] / medians[BASE],
             "ratio_to_inner": medians[name] / medians[contender.inner] if contender.inner else None,
+            "least_ratio_to_inner": least[name] / least[contender.inner] if contender.inner else None,
             "wall": 1e3 * waits[name],
             "wall_ratio": waits[name] / waits[BASE],
             "wall_ratio_to_inner": waits[name] / waits[contender.inner] if contender.inner else None,
@@ -204,11 +208,15 @@ def say(text: str) -> None:
 
 
 def show_costs(rows: list[dict[str, Any]]) -> None:
-    times = f"{'ms':>9} {'× AdamW':>8} {'× inner':>8} {'wall':>9} {'× inner':>8}"
+    times = f"{'ms':>9} {'× AdamW':>8} {'× inner':>8} {'least':>9} {'× inner':>8} {'wall':>9} {'× inner':>8}"
     print(f"{'':40} {times} {'state':>6} {'temporary':>10}")
     for row in rows:
-        inner, wall = (f"{x:.2f}" if x else "" for x in (row["ratio_to_inner"], row["wall_ratio_to_inner"]))
-        times = f"{row['ms']:9.2f} {row['ratio']:8.2f} {inner:>8} {row['wall']:9.2f} {wall:>8}"
+        inner = {
+            kind: "" if row[f"{kind}ratio_to_inner"] is None else f"{row[f'{kind}ratio_to_inner']:.2f}"
+            for kind in ("", "least_", "wall_")
+        }
+        times = f"{row['ms']:9.2f} {row['ratio']:8.2f} {inner['']:>8} {row['least_ms']:9.2f}"
+        times += f" {inner['least_']:>8} {row['wall']:9.2f} {inner['wall_']:>8}"
         print(f"{row['optimizer']:40} {times} {row['state']:6.2f} {row['temporary']:10.2f}")
 
 
@@ -236,7 +244,7 @@ def main() -> None:
     if not low_bit():
         parser.error("there is no 8-bit AdamW to measure; pip install torchao, or bitsandbytes")
     about = environment(options.device)
-    about |= {package: version(package) for package in low_bit()}
+    about |= {package: import_module(package).__version__ for package in low_bit()}
     results: dict[str, Any] = {"rounds": options.rounds, "rows": []}
     for model in options.models or USUAL[options.device]:
         shapes = MODELS[model]()
