@@ -8,7 +8,7 @@ from torch import nn
 from paceline import Pullback, averaged_weights
 from paceline.optim.moments import model_scale, second_moment
 
-SHAPES = [(64, 128), (100, 50), (7,)]
+SHAPES = [(7,), (64, 128), (100, 50)]
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the packages' own warnings
 
