@@ -40,6 +40,7 @@ _CHECKPOINTS = "tests/optim/test_checkpoints.py"
 _WEIGHTS = "tests/optim/test_weights.py"
 _EXPORT = "tests/optim/test_export.py"
 _PULLBACK = "tests/optim/test_pullback.py"
+_LOW_BIT = "tests/optim/test_low_bit_bases.py"
 _AVERAGES = "tests/optim/test_averages.py"
 _BASELINES = "tests/optim/test_baselines.py"
 _ADEMAMIX = "tests/optim/test_ademamix.py"
@@ -2086,7 +2087,7 @@ PULLBACK = [
         "pullback-gap-after-the-step",
         "pullback.py",
         "gaps=[chunk.gaps[i] for i in moved] if chunk.gaps else [],",
-        "gaps=[real(s['average']) - real(chunk.parameters[i].detach()) for i, s in zip(moved, states)]\n"
+        "gaps=[real(s['average']) - real(chunk.parameters[i]) for i, s in zip(moved, states)]\n"
         "        if chunk.gaps\n"
         "        else [],",
         (_TWIN,),
@@ -2131,36 +2132,36 @@ PULLBACK = [
     Mutant(
         "pullback-settings-of-the-step-before",
         "pullback.py",
-        'else states[0]["step"].item() + 1)',
-        'else states[0]["step"].item())',
+        "else counts[0] + 1)",
+        "else counts[0])",
         (f"{_BASELINES}::test_ema_nesterov_switches_off_and_follows_the_rate", _BASELINES),
     ),
     Mutant(
         "pullback-groups-mix-steps",
         "pullback.py",
-        'return parameter, None if on_device else memory[parameter]["step"].item()',
-        "return parameter, None",
+        "lambda entry: (entry[0], entry[2])",
+        "lambda entry: (entry[0], None)",
         (_TWIN,),
     ),
     Mutant(
         "pullback-seed-missing",
         "pullback.py",
-        "                seed_average_(real(state[average]), live, at.t)",
-        "                pass",
+        "                    seed_average_(real(state[average]), live, at.t)",
+        "                    pass",
         (f"{_BATTERY}::test_until_the_first_step_the_average_is_live", _PULLBACK),
     ),
     Mutant(
         "pullback-gain-never-paper",
         "pullback.py",
-        'group["gain"] = "uniform" if None in moments.values() else "paper"',
+        'group["gain"] = "uniform" if any(moment_of(p) is None for p in moved) else "paper"',
         'group["gain"] = "uniform"',
         (f"{_PULLBACK}::test_the_gain_is_chosen_by_what_the_base_keeps",),
     ),
     Mutant(
         "pullback-gain-decided-by-the-first",
         "pullback.py",
-        'group["gain"] = "uniform" if None in moments.values() else "paper"',
-        'group["gain"] = "uniform" if next(iter(moments.values())) is None else "paper"',
+        'group["gain"] = "uniform" if any(moment_of(p) is None for p in moved) else "paper"',
+        'group["gain"] = "uniform" if moment_of(moved[0]) is None else "paper"',
         (_PULLBACK,),
     ),
     Mutant(
@@ -2180,14 +2181,14 @@ PULLBACK = [
     Mutant(
         "pullback-bias-correction-ignored",
         "pullback.py",
-        "ats = [at._replace(root_correction=m.root_correction) for at",
-        "ats = [at for at",
+        "    ats = _corrected(ats, [moment.root_correction for moment in known])\n",
+        "",
         (_TWIN,),
     ),
     Mutant(
         "pullback-eps-ignored",
         "pullback.py",
-        "denominators_of(values, ats, known[0].eps)",
+        "denominators_of(values, ats, moments[0].eps)",
         "denominators_of(values, ats, 0.0)",
         (f"{_TWIN}[betas_eps-dtype0-False]",),
     ),
@@ -2235,6 +2236,48 @@ PULLBACK = [
         (f"{_WRAPPERS}::test_a_centered_second_moment",),
     ),
     Mutant(
+        "moments-kept-taken-for-fresh",
+        "moments.py",
+        "                return value, False\n",
+        "                return value, True\n",
+        (_TWIN,),
+    ),
+    Mutant(
+        "moments-last-block-unscaled",
+        "moments.py",
+        "    values[whole * block :].mul_(scales[whole:])\n",
+        "",
+        (f"{_LOW_BIT}::test_codes_are_looked_up_as_by_their_package",),
+    ),
+    Mutant(
+        "moments-low-bit-scale-of-values",
+        "moments.py",
+        "            moment = moment._replace(value=sums_of([moment.value]))\n",
+        "            moment = moment._replace(value=sums_of([moment.value.square()]))\n",
+        (f"{_LOW_BIT}::test_the_scale_is_of_the_values_behind_the_codes",),
+    ),
+    Mutant(
+        "pullback-relative-gain-of-roots",
+        "pullback.py",
+        'fresh = [] if recipe.gain == "relative" else [',
+        "fresh = [",
+        (f"{_WRAPPERS}::test_a_pull_sized_by_a_moment_that_is_made_for_it",),
+    ),
+    Mutant(
+        "pullback-roots-out-of-order",
+        "pullback.py",
+        "denominators = [moment.value if moment.is_fresh else next(roots) for moment in moments]",
+        "denominators = [*fresh, *roots]",
+        (f"{_LOW_BIT}::test_the_pull_is_sized_by_the_second_moment_behind_the_codes",),
+    ),
+    Mutant(
+        "pullback-one-correction-for-all",
+        "pullback.py",
+        "return [made[root] for root in roots]",
+        "return [next(iter(made.values()))] * len(ats)",
+        (f"{_WRAPPERS}::test_second_moments_of_two_ages_in_one_chunk",),
+    ),
+    Mutant(
         "moments-adafactor-mean-over-columns",
         "moments.py",
         "rows.mean(dim=-2, keepdim=True)",
@@ -2244,8 +2287,8 @@ PULLBACK = [
     Mutant(
         "moments-adafactor-eps",
         "moments.py",
-        "torch.finfo(value.dtype).eps if floor is None else floor)",
-        "0.001 if floor is None else floor)",
+        "torch.finfo(value.dtype).eps if floor is None else floor, is_fresh)",
+        "0.001 if floor is None else floor, is_fresh)",
         (f"{_MOMENTS}[Adafactor-paper]",),
     ),
 ]

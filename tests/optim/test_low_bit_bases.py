@@ -6,9 +6,9 @@ from problems import advance, make_gradients, make_parameters
 from torch import nn
 
 from paceline import Pullback, averaged_weights
-from paceline.optim.moments import second_moment
+from paceline.optim.moments import model_scale, second_moment
 
-SHAPES = [(64, 128), (100, 50), (7,)]
+SHAPES = [(7,), (64, 128), (100, 50)]
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the packages' own warnings
 
@@ -78,6 +78,36 @@ def test_the_pull_is_sized_by_the_second_moment_behind_the_codes(make):
         moment = second_moment(base.state[r], base.param_groups[0])
         gain = 1e-2 * 3.0 * 7**-0.5 / (moment.value.sqrt() / moment.root_correction + 1e-8)
         assert torch.allclose(p, r + gain.clamp(max=1) * (average - old), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [256, 192])
+def test_codes_are_looked_up_as_by_their_package(block):
+    """To the bit, though in another way; also where the last block is short, as only bitsandbytes has it."""
+    low_bit = pytest.importorskip("torchao.optim.subclass_8bit")
+    group = {"betas": (0.9, 0.999), "eps": 1e-8}
+    value = low_bit.OptimState8bit.zeros((96, 2 * block), signed=False, block_size=block)
+    value.copy_(torch.randn(value.shape).square())
+    moment = second_moment({"step": 3, "exp_avg_sq": value}, group)
+    assert moment.is_fresh and torch.equal(moment.value, value.dequantize())
+
+    bnb = pytest.importorskip("bitsandbytes")
+    codes, scales = torch.randint(256, (100, 50), dtype=torch.uint8), torch.rand(20)  # 19.5 blocks of 256
+    table = bnb.functional.create_dynamic_map(signed=False)
+    exact = bnb.functional.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=256)
+    moment = second_moment({"step": 3, "state2": codes, "qmap2": table, "absmax2": scales}, group)
+    assert torch.equal(moment.value, exact)
+
+
+@pytest.mark.parametrize("make", BASES[:2])
+def test_the_scale_is_of_the_values_behind_the_codes(make):
+    parameters = parameters_of()
+    base = make(parameters)
+    advance(base, parameters, make_gradients(3, shapes=SHAPES))
+    group = base.param_groups[0]
+    moments = [second_moment(base.state[p], group) for p in parameters]
+    values = torch.cat([moment.value.flatten().double() for moment in moments])
+    scale = model_scale([(p, base.state[p], group) for p in parameters])
+    assert scale.item() == pytest.approx(values.mean().sqrt().item() / moments[0].root_correction)
 
 
 @pytest.mark.parametrize("make", BASES)

@@ -386,3 +386,42 @@ def test_a_centered_second_moment():
     state = base.state[parameters[0]]
     value = second_moment(state, base.param_groups[0]).value
     assert torch.allclose(value, state["square_avg"] - state["grad_avg"] ** 2)
+
+
+@pytest.mark.parametrize("gain", ["paper", "relative"])
+def test_a_pull_sized_by_a_moment_that_is_made_for_it(gain):
+    """That of a centered RMSprop, which the step may write over where the gain does not need it again."""
+    wrapped, raw = make_parameters(), make_parameters()
+    optimizer = Pullback(optim.RMSprop(wrapped, lr=1e-2, centered=True), pullback_strength=0.5, gain=gain)
+    base = optim.RMSprop(raw, lr=1e-2, centered=True)
+    advance(optimizer, wrapped, make_gradients(5))
+    base.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
+    with torch.no_grad():
+        for p, q in zip(wrapped, raw, strict=True):
+            q.copy_(p)
+    gaps = [optimizer.state[p]["pullback_average"] - p.detach() for p in wrapped]
+    (gradients,) = make_gradients(1, seed=4)
+    advance(optimizer, wrapped, [gradients])
+    advance(base, raw, [gradients])
+    for p, q, gap in zip(wrapped, raw, gaps, strict=True):
+        value = (base.state[q]["square_avg"] - base.state[q]["grad_avg"] ** 2).clamp(min=0)
+        root = value.sqrt() + 1e-8
+        ratio = 1e-2 / root if gain == "paper" else (value.mean().sqrt() / root).clamp(0.25, 4)
+        pull = (0.5 * 7**-0.5 * ratio).clamp(max=1) * gap
+        assert torch.allclose(p, q + pull, rtol=1e-6, atol=1e-9)
+
+
+def test_second_moments_of_two_ages_in_one_chunk():
+    """The base may count otherwise than we do; its own bias correction counts."""
+    parameters, alone = make_parameters(), make_parameters()
+    base = optim.Adam(parameters, lr=1e-2)
+    optimizer = Pullback(base, pullback_strength=0.5, gain="paper")
+    advance(optimizer, parameters, make_gradients(3))
+    base.state[parameters[-1]]["step"].fill_(50)
+    single = Pullback(optim.Adam(alone[-1:], lr=1e-2), pullback_strength=0.5, gain="paper")
+    advance(single, alone[-1:], [gradients[-1:] for gradients in make_gradients(3)])
+    single.base.state[alone[-1]]["step"].fill_(50)
+    (gradients,) = make_gradients(1, seed=4)
+    advance(optimizer, parameters, [gradients])
+    advance(single, alone[-1:], [gradients[-1:]])
+    assert torch.equal(parameters[-1], alone[-1])

@@ -110,13 +110,16 @@ class Pullback(Wrapper):
         )
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: "list[Chunk]") -> None:
-        moments: dict[Tensor, SecondMoment | None] = dict.fromkeys(moved)
-        if group["gain"] is None or any(chunk.ats[0].pulling is not False for chunk in prepared):
-            moments = {p: second_moment(self.base.state.get(p, {}), group) for p in moved}
+        state, among = self.base.state, set(map(id, moved))
+
+        def moment_of(parameter: Tensor) -> SecondMoment | None:
+            return second_moment(state.get(parameter, {}), group)
+
         if group["gain"] is None and moved:
-            group["gain"] = "uniform" if None in moments.values() else "paper"
+            group["gain"] = "uniform" if any(moment_of(p) is None for p in moved) else "paper"
+        recipe = recipe_of(group)
         for chunk in prepared:
-            finish_(chunk, moments, recipe_of(group), type(self.base).__name__)
+            finish_(chunk, among, moment_of, recipe, type(self.base).__name__)
 
     def _abandon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Nothing was changed."""
@@ -187,32 +190,38 @@ def prepare(
     `recipe_at` gives the settings in force at step t, for wrappers that change them over time; `scale` is
     that of gain="scaled".
     """
-
-    def key(parameter: Tensor) -> tuple[Tensor, object]:
-        return parameter, None if on_device else memory[parameter]["step"].item()
-
+    remembered = ((parameter, memory[parameter]) for parameter in parameters)
+    entries = [(p, state, None if on_device else state["step"].item()) for p, state in remembered]
     prepared = []
-    for alike in chunks(parameters, key):
-        states = [memory[parameter] for parameter in alike]
-        recipe = recipe_at(states[0]["step"] + 1 if on_device else states[0]["step"].item() + 1)
+    for chunk in chunks(entries, lambda entry: (entry[0], entry[2])):
+        alike, states, counts = (list(column) for column in zip(*chunk))
+        recipe = recipe_at(states[0]["step"] + 1 if on_device else counts[0] + 1)
         there = on_device_of(alike[0], scale)
         ats = [at_step(state["step"] + 1, recipe, there) for state in (states if on_device else states[:1])]
         ats = ats if on_device else ats * len(states)
-        lives = [real(parameter.detach()) for parameter in alike]
-        for live, state, at in zip(lives, states, ats, strict=True):
-            for average in state.keys() & {"average", "returned"}:
-                seed_average_(real(state[average]), live, at.t)
+        lives = [real(parameter) for parameter in alike]
+        if on_device or ats[0].t == 1:
+            for live, state, at in zip(lives, states, ats, strict=True):
+                for average in state.keys() & {"average", "returned"}:
+                    seed_average_(real(state[average]), live, at.t)
         averages = [real(state["average"]) for state in states]
         prepared.append(Chunk(alike, states, ats, gaps_of(averages, lives, ats, recipe)))
     return prepared
 
 
-def finish_(chunk: Chunk, moments: dict[Tensor, SecondMoment | None], recipe: Recipe, base: str) -> None:
+def finish_(
+    chunk: Chunk,
+    among: set[int],
+    moment_of: Callable[[Tensor], SecondMoment | None],
+    recipe: Recipe,
+    base: str,
+) -> None:
     """The second half, after the base's step: count it, pull live, move the averages.
 
-    Of the chunk, the parameters in `moments` were moved. `base` names the optimizer, for messages.
+    Of the chunk, the parameters whose id is `among` these were moved. `base` names the optimizer, for
+    messages. Second moments are asked for here, as those of an 8-bit base are made for a chunk at a time.
     """
-    moved = [i for i, parameter in enumerate(chunk.parameters) if parameter in moments]
+    moved = [i for i, parameter in enumerate(chunk.parameters) if id(parameter) in among]
     if not moved:
         return
     states, ats = [chunk.states[i] for i in moved], [chunk.ats[i] for i in moved]
@@ -221,12 +230,12 @@ def finish_(chunk: Chunk, moments: dict[Tensor, SecondMoment | None], recipe: Re
         return
     averages = [real(state["average"]) for state in states]
     values, denominators = averages, averages
-    if ats[0].pulling is not False:
-        values, denominators, ats = _sized(
-            [moments[chunk.parameters[i]] for i in moved], averages, ats, recipe, base
-        )
+    if ats[0].pulling is not False and recipe.gain == "uniform":
+        denominators = [torch.empty_like(average) for average in averages]
+    elif ats[0].pulling is not False:
+        values, denominators, ats = _sized([moment_of(chunk.parameters[i]) for i in moved], ats, recipe, base)
     lists = Lists(
-        lives=[real(chunk.parameters[i].detach()) for i in moved],
+        lives=[real(chunk.parameters[i]) for i in moved],
         averages=averages,
         returned=[real(state["returned"]) for state in states if "returned" in state],
         gaps=[chunk.gaps[i] for i in moved] if chunk.gaps else [],
@@ -237,11 +246,9 @@ def finish_(chunk: Chunk, moments: dict[Tensor, SecondMoment | None], recipe: Re
 
 
 def _sized(
-    moments: list[SecondMoment | None], averages: list[Tensor], ats: list[At], recipe: Recipe, base: str
+    moments: list[SecondMoment | None], ats: list[At], recipe: Recipe, base: str
 ) -> tuple[list[Tensor], list[Tensor], list[At]]:
     """Second moments, √v̂ + ε, and the scalars with the base's own bias correction."""
-    if recipe.gain == "uniform":
-        return averages, [torch.empty_like(average) for average in averages], ats
     known = [moment for moment in moments if moment is not None]
     if len(known) < len(moments):
         raise RuntimeError(
@@ -249,5 +256,31 @@ def _sized(
             'keeps none; use gain="uniform", whose strength is a plain number such as 0.3'
         )
     values = [moment.value for moment in known]
-    ats = [at._replace(root_correction=m.root_correction) for at, m in zip(ats, known, strict=True)]
-    return values, denominators_of(values, ats, known[0].eps), ats
+    ats = _corrected(ats, [moment.root_correction for moment in known])
+    return values, _denominators(known, values, ats, recipe), ats
+
+
+def _denominators(
+    moments: list[SecondMoment], values: list[Tensor], ats: list[At], recipe: Recipe
+) -> list[Tensor]:
+    """√v̂ + ε, written over the values that were made for this, unless the gain asks for them."""
+    fresh = [] if recipe.gain == "relative" else [moment.value for moment in moments if moment.is_fresh]
+    if not fresh:
+        return denominators_of(values, ats, moments[0].eps)
+    torch._foreach_sqrt_(fresh)
+    kept = [moment.value for moment in moments if not moment.is_fresh]
+    roots = iter(torch._foreach_sqrt(kept) if kept else ())
+    denominators = [moment.value if moment.is_fresh else next(roots) for moment in moments]
+    corrections: list[Any] = [at.root_correction for at in ats]
+    torch._foreach_div_(denominators, corrections)
+    torch._foreach_add_(denominators, moments[0].eps)
+    return denominators
+
+
+def _corrected(ats: list[At], roots: list[Scalar]) -> list[At]:
+    """The scalars with these bias corrections."""
+    if isinstance(ats[0].t, Tensor):
+        return [at._replace(root_correction=root) for at, root in zip(ats, roots, strict=True)]
+    # On the host all steps of a chunk are equal, and mostly so are the base's.
+    made = {root: ats[0]._replace(root_correction=root) for root in set(roots)}
+    return [made[root] for root in roots]

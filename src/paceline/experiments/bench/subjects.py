@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.optim import PACE, Pullback
 
@@ -179,6 +180,8 @@ def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
 
 def state_bytes(holder: Any, device: str) -> int:
     """Of everything that is kept on the device beside the weights, but the weights themselves."""
+    if is_traceable_wrapper_subclass(holder):  # of 8-bit codes and their scales, with the dtype of a float
+        return sum(state_bytes(getattr(holder, name), device) for name in holder.__tensor_flatten__()[0])
     if isinstance(holder, Tensor):
         return holder.nbytes if holder.device.type == device else 0
     if isinstance(holder, dict):

@@ -84,12 +84,12 @@ class EMANesterov(Wrapper):
         return prepare(self._memory, parameters, on_device=False, recipe_at=lambda t: _recipe(group, t))
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: list[Chunk]) -> None:
-        among = dict.fromkeys(moved)
+        among = set(map(id, moved))
         for chunk in prepared:
             recipe = _recipe(group, float(chunk.ats[0].t))
-            finish_(chunk, among, recipe, type(self.base).__name__)
+            finish_(chunk, among, lambda parameter: None, recipe, type(self.base).__name__)
             for parameter, state in zip(chunk.parameters, chunk.states, strict=True):
-                if parameter in among:  # how far y is beyond x, in units of x − E
+                if id(parameter) in among:  # how far y is beyond x, in units of x − E
                     beyond = -recipe.pullback_strength * (1 - group["decay"])
                     state["beyond"] = torch.tensor(beyond, dtype=torch.float64)
 
