@@ -51,7 +51,7 @@ def test_strength_0_is_adamw_and_its_average_an_exact_ema(dtype, steps, foreach)
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("strength", [0.0, 30.0])
 def test_a_returned_average_leaves_live_bit_identical(foreach, strength):
-    gradients = make_gradients(200)
+    gradients = make_gradients(80)
     plain, with_second = make_parameters(), make_parameters()
     settings = {"pullback_strength": strength, "ema_power": 0.5, "foreach": foreach}
     a, b = run(plain, gradients, **settings), run(with_second, gradients, return_power=0.9, **settings)
