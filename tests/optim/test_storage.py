@@ -155,7 +155,7 @@ def test_bfloat16_is_right_on_the_mean(value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.001, 0.0333, -0.5, 0.777, -0.99])
+@pytest.mark.parametrize("share", [0.001, -0.5, 0.777])
 def test_int8_is_right_on_the_mean(share):
     residual = torch.full((101,), share)
     residual[0] = 1.0  # gives the block its scale
