@@ -10,7 +10,6 @@ if not torch.cuda.is_available():
 
 # A process of its own each, or several: the last of them would be waited for by all other workers.
 LONGEST = (
-    "test_wheel_in_a_clean_environment",
     "test_killed_runs_end_as_undisturbed_ones",
     "test_two_ranks",
     "test_any_sequence_of_operations_agrees_with_the_reference",

@@ -40,6 +40,7 @@ def test_only_public_names_are_importable_from_the_top():
     assert run(sys.executable, "-c", code).strip() == str(names)
 
 
+OPTIONAL = ("numpy", "scipy", "matplotlib", "safetensors", "tokenizers", "transformers")
 USE = """
 import torch, paceline
 from importlib.metadata import requires, version
@@ -61,14 +62,30 @@ print(paceline.__file__)
 """
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, ROOT)
+    (wheel,) = folder.glob("paceline-*.whl")
+    return wheel
+
+
 @pytest.mark.slow
-def test_wheel_in_a_clean_environment(tmp_path):
-    """Built, installed with its one dependency into an empty environment, and used there."""
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT)
-    (wheel,) = tmp_path.glob("paceline-*.whl")
+def test_wheel_without_the_packages_that_are_optional(wheel, tmp_path):
+    """Unpacked, and used where no package that is optional can be imported."""
     listing = run(sys.executable, "-m", "zipfile", "--list", wheel)
     assert all(name in listing for name in ("paceline/py.typed", "paceline/optim/native.c", "LICENSE"))
     assert "tests/" not in listing
+    run(sys.executable, "-m", "zipfile", "--extract", wheel, tmp_path / "site")
+    hide = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    where = run(sys.executable, "-W", "ignore", "-c", hide + USE, cwd=tmp_path, env=environment)
+    assert str(tmp_path / "site") in where
+
+
+@pytest.mark.long
+def test_wheel_in_a_clean_environment(wheel, tmp_path):
+    """Installed with its one dependency into an empty environment, and used there."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     run(python, "-m", "pip", "install", "--constraint", ROOT / "constraints.txt", wheel)

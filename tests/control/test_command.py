@@ -66,6 +66,7 @@ def test_bad_input_is_answered_in_one_line(arguments, text, tmp_path, capsys):
 # --- Advice -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_advice_on_a_real_comparison_agrees_with_what_its_runs_showed(tmp_path, capsys):
     assert main(["theory", "advise", str(COMPARISON), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "advice.png").stat().st_size > 20_000
@@ -92,6 +93,7 @@ def test_advice_needs_readings_of_the_pull(capsys):
     assert "--telemetry-every" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_advice_on_one_run_says_what_it_does_not_know(tmp_path, capsys):
     out = ["--out", str(tmp_path)]
     folder = next((COMPARISON / "runs").glob("pace-constant-lr-0.004-seed-42*"))

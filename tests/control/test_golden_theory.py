@@ -84,6 +84,7 @@ def test_golden(case):
     np.testing.assert_allclose(ours[~zero], golden[~zero], rtol=rtol, atol=0)
 
 
+@pytest.mark.slow
 def test_the_matrix_whose_golden_values_are_rough_in_forty_digits():
     import mpmath as mp
 

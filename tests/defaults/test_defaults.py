@@ -106,6 +106,7 @@ def test_all_gains_but_the_papers_are_blind_to_the_scale_of_the_loss(gain):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_gate_pulls_noise_and_lets_drift_go():
     """Coordinates whose steps agree get as far as under AdamW, or farther; those whose steps do not, less."""
 
@@ -285,6 +286,7 @@ def test_the_table_has_a_row_for_each_method():
     assert rows[2] == ["b", "average", "3.100 ± 0.050", ""]
 
 
+@pytest.mark.slow
 def test_the_figures_say_what_they_show(tmp_path: Path):
     lines = figures.draw(RESULTS, ["a", "b"], tmp_path / "f.png")
     assert lines[0] == "regret against a (average) at 0.001"

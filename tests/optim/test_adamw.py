@@ -6,8 +6,6 @@ from problems import PATHS, advance, make_gradients, make_parameters, run, set_g
 
 from paceline import PACE
 
-STEPS = 1000
-
 
 def two_groups(parameters):
     return [
@@ -18,18 +16,20 @@ def two_groups(parameters):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_strength_0_is_adamw_and_its_average_an_exact_ema(dtype, foreach):
+@pytest.mark.parametrize(
+    ("dtype", "steps"), [(torch.float32, 1000), (torch.bfloat16, 200), (torch.float64, 200)]
+)
+def test_strength_0_is_adamw_and_its_average_an_exact_ema(dtype, steps, foreach):
     """Over 1,000 steps with a schedule, groups and weight decay; gradients depend on the weights."""
     ours, theirs = make_parameters(dtype=dtype), make_parameters(dtype=dtype)
     pace = PACE(two_groups(ours), lr=1e-2, pullback_strength=0.0, ema_power=0.5, foreach=foreach)
     adamw = torch.optim.AdamW(two_groups(theirs), lr=1e-2, foreach=foreach)
     schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[1e-2, 3e-2], total_steps=STEPS) for o in (pace, adamw)
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[1e-2, 3e-2], total_steps=steps) for o in (pace, adamw)
     ]
     average = [p.detach().double() for p in ours]
-    noise = make_gradients(STEPS)
-    for t in range(1, STEPS + 1):
+    noise = make_gradients(steps)
+    for t in range(1, steps + 1):
         for parameters, optimizer in ((ours, pace), (theirs, adamw)):
             pulled = [p.detach().double() + g for p, g in zip(parameters, noise[t - 1], strict=True)]
             set_gradients(parameters, pulled)
@@ -51,7 +51,7 @@ def test_strength_0_is_adamw_and_its_average_an_exact_ema(dtype, foreach):
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("strength", [0.0, 30.0])
 def test_a_returned_average_leaves_live_bit_identical(foreach, strength):
-    gradients = make_gradients(200)
+    gradients = make_gradients(80)
     plain, with_second = make_parameters(), make_parameters()
     settings = {"pullback_strength": strength, "ema_power": 0.5, "foreach": foreach}
     a, b = run(plain, gradients, **settings), run(with_second, gradients, return_power=0.9, **settings)

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.slow
 def test_descends_a_quadratic(name):
     problem = Problem(name)
     start = problem.loss()
-    problem.run(400)
+    problem.run(150)
     live = problem.loss()
-    assert live < 0.2 * start
+    assert live < 0.5 * start
     if ROWS[name].keeps_average:
         with averaged_weights(problem.optimizer):
-            assert problem.loss() < 0.2 * start
+            assert problem.loss() < 0.5 * start
         assert problem.loss() == live
 
 
@@ -51,9 +51,9 @@ def test_descends_a_small_network(name):
         return loss
 
     start = evaluate().item()
-    for _ in range(300):
+    for _ in range(100):
         optimizer.step(evaluate)
-    assert evaluate().item() < 0.7 * start
+    assert evaluate().item() < 0.8 * start
 
 
 @rows
@@ -136,17 +136,25 @@ def load_weights(problem, weights):
             parameter.copy_(value)
 
 
+# The beginning, and where a row of the table changes what it does: warm-ups end after 5 and 20 steps, and
+# EMANesterov stops after 30.
+SAVED_AFTER = (1, 2, 3, 4, 5, 6, 20, 21, 30, 31)
+
+
 @rows
 @pytest.mark.parametrize("way", [by_torch_save, by_safetensors, by_distributed_checkpoint])
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")
-def test_state_round_trip_at_every_one_of_40_steps(name, way, tmp_path):
-    """S1: saved and loaded into a fresh optimizer after each step; 40 times in one run, bit for bit."""
+def test_state_round_trip_in_a_run_of_34_steps(name, way, tmp_path):
+    """S1: saved and loaded into a fresh optimizer, ten times in one run, bit for bit."""
     if ROWS[name].needs_closure and way is by_distributed_checkpoint:
         pytest.skip("torch asks a fresh optimizer for a step without a closure")
     uninterrupted, problem = Problem(name), Problem(name)
-    for k in range(40):
+    for k in range(34):
         uninterrupted.step(k)
         problem.step(k)
+        assert_same_bits(everything(problem.optimizer), everything(uninterrupted.optimizer))
+        if k + 1 not in SAVED_AFTER:
+            continue
         fresh = Problem(name, seed=7)
         fresh.targets = problem.targets
         (tmp_path / str(k)).mkdir()

@@ -25,6 +25,7 @@ NOT_OFFERED = {
 }
 OFFERED = [case for case in META if case not in NOT_OFFERED]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
+DTYPES = [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
 
 
 def settings(options):
@@ -52,7 +53,7 @@ def test_all_cases_are_accounted_for():
 
 
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", OFFERED)
 def test_trajectory(case, dtype, foreach):
     if case == "unclipped" and dtype == torch.float32:

@@ -8,7 +8,7 @@ from paceline import PACE
 
 @pytest.mark.slow
 @pytest.mark.parametrize("foreach", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_bfloat16_model_of_5000_steps_has_an_accurate_average(foreach):
+def test_a_bfloat16_model_of_2000_steps_has_an_accurate_average(foreach):
     """The average in the state is within 1e-3 (in fact 1e-5) of a float64 one of the same iterates."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).bfloat16()
@@ -18,7 +18,7 @@ def test_a_bfloat16_model_of_5000_steps_has_an_accurate_average(foreach):
     exact = {k: [p.detach().double() for p in model.parameters()] for k in (0.5, 0.8)}
     frozen = [p.detach().clone() for p in model.parameters()]  # an average kept in bfloat16
     truth = torch.randn(8, 1)
-    for t in range(1, 5001):
+    for t in range(1, 2001):
         x = torch.randn(16, 8)
         loss = (model(x.bfloat16()) - (x @ truth).bfloat16()).square().mean()
         optimizer.zero_grad()

@@ -13,6 +13,7 @@ from paceline import PACE, Pullback
 SCALED = {"gain": "scaled", "pullback_strength": 60.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("factor", [1000.0, 1e-3])
 def test_the_scale_of_the_loss_makes_no_difference(factor, foreach):

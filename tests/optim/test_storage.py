@@ -155,7 +155,7 @@ def test_bfloat16_is_right_on_the_mean(value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.001, 0.0333, -0.5, 0.777, -0.99])
+@pytest.mark.parametrize("share", [0.001, -0.5, 0.777])
 def test_int8_is_right_on_the_mean(share):
     residual = torch.full((101,), share)
     residual[0] = 1.0  # gives the block its scale
@@ -279,6 +279,7 @@ def test_foreach_is_the_loop_bit_for_bit(name, dtype, kind, monkeypatch):
     assert all(average.dtype == torch.float32 for average in averages(optimizer).values())
 
 
+@pytest.mark.slow
 @kinds
 @paths
 @pytest.mark.parametrize("name", ["usual", "every_3"])
@@ -396,6 +397,7 @@ def test_bytes_of_state_are_those_of_the_table():
         assert taken == 2 * size * parameter.numel()
 
 
+@pytest.mark.slow
 @kinds
 def test_temporaries_of_a_step_do_not_grow_with_the_model(kind, monkeypatch):
     monkeypatch.setattr(foreach_path, "CHUNK_ELEMENTS", 2**14)
@@ -529,6 +531,7 @@ def by_file(state):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.slow
 @kinds
 @paths
 @pytest.mark.parametrize("shown", [False, True])
@@ -678,6 +681,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shown", [False, True])
 @kinds
@@ -702,6 +706,7 @@ def test_dcp_states_of_each_storage(kind, shown, options):
     assert_same_bits(everything(optimizer), everything(resumed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("new", ALL)
 @pytest.mark.parametrize("old", ALL)

@@ -358,6 +358,7 @@ def test_batch_norm_statistics_of_the_average():
     assert fresh < stale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 def test_average_of_a_strength_0_run_is_better_than_live_on_a_noisy_quadratic(foreach):
     """What it is all for: at a constant learning rate, the average is closer to the optimum."""

@@ -201,6 +201,7 @@ def test_pictures_show_lines(report: Report, tmp_path: Path) -> None:
             assert (abs(plot - colour).max(axis=2) < 0.02).sum() > 100, (panel.key, series.method)
 
 
+@pytest.mark.slow
 def test_pictures_of_nothing_and_of_odd_names(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     odd = ("_hidden", "$\\frac{", "漢字")
