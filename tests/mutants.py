@@ -569,8 +569,8 @@ FOREACH = [
     Mutant(
         "foreach-count-by-chunk",
         "foreach.py",
-        "on_device_of(chunk[0].live, scale))\n",
-        "on_device_of(chunk[0].live, scale))\n        torch._foreach_add_([s.step for s in slots], 1)\n",
+        "on_device_of(live, factor))\n",
+        "on_device_of(live, factor))\n        torch._foreach_add_([s.step for s in slots], 1)\n",
         (f"{_PATHS}::test_chunks_do_not_change_a_bit", _LOOP),
     ),
     Mutant(
@@ -2669,8 +2669,8 @@ STORAGE = [
     Mutant(
         "storage-set-in-mid-run-unnoticed",
         "work.py",
-        '    *("average_dtype", "rounding", "offload"),\n',
-        '    *("rounding", "offload"),\n',
+        '    "average_dtype",\n    "capturable",\n',
+        '    "capturable",\n',
         (f"{_STORAGE}::test_a_storage_set_in_mid_run",),
     ),
     Mutant(
