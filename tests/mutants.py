@@ -562,8 +562,8 @@ FOREACH = [
     Mutant(
         "foreach-count-missing",
         "foreach.py",
-        "torch._foreach_add_([slot.step for slot in slots], 1)",
-        "torch._foreach_add_([slot.step for slot in slots[:1]], 1)",
+        "    steps = [slot.step for slot in slots]\n",
+        "    steps = [slot.step for slot in slots[:1]]\n",
         (_LOOP,),
     ),
     Mutant(
@@ -634,14 +634,15 @@ FOREACH = [
     Mutant(
         "foreach-gap-after-decay",
         "foreach.py",
-        "        torch._foreach_mul_(lives, at.decay)",
-        "        torch._foreach_mul_(lives, at.decay)\n        gaps = gaps_of(averages, lives, ats, recipe)",
+        "        torch._foreach_mul_(lives, _number(at.decay, lives))",
+        "        torch._foreach_mul_(lives, _number(at.decay, lives))\n"
+        "        gaps = gaps_of(averages, lives, ats, recipe)",
         (_LOOP,),
     ),
     Mutant(
         "foreach-decay-coupled",
         "foreach.py",
-        "        torch._foreach_mul_(lives, at.decay)",
+        "        torch._foreach_mul_(lives, _number(at.decay, lives))",
         "        grads = list(torch._foreach_add(grads, lives, alpha=recipe.weight_decay))",
         (_LOOP,),
     ),
@@ -662,8 +663,8 @@ FOREACH = [
     Mutant(
         "foreach-device-root-of-the-first",
         "foreach.py",
-        'torch._foreach_div_(denominators, _each(ats, "root_correction"))',
-        "torch._foreach_div_(denominators, [ats[0].root_correction] * len(ats))",
+        'roots: Any = _each(ats, "root_correction")',
+        "roots: Any = [ats[0].root_correction] * len(ats)",
         (_DEVICE_AGES,),
     ),
     Mutant(
@@ -676,18 +677,39 @@ FOREACH = [
     Mutant(
         "foreach-second-moment-uncorrected",
         "foreach.py",
-        '    torch._foreach_div_(denominators, _each(ats, "root_correction"))\n',
+        "    torch._foreach_div_(denominators, roots)\n",
         "",
         (_LOOP,),
     ),
     Mutant(
         "foreach-eps-bias-corrected",
         "foreach.py",
-        '    torch._foreach_div_(denominators, _each(ats, "root_correction"))\n'
-        "    torch._foreach_add_(denominators, eps)\n",
-        "    torch._foreach_add_(denominators, eps)\n"
-        '    torch._foreach_div_(denominators, _each(ats, "root_correction"))\n',
+        "    torch._foreach_div_(denominators, roots)\n"
+        "    torch._foreach_add_(denominators, [_number(eps, denominators)] * len(denominators))\n",
+        "    torch._foreach_add_(denominators, [_number(eps, denominators)] * len(denominators))\n"
+        "    torch._foreach_div_(denominators, roots)\n",
         (_LOOP,),
+    ),
+    Mutant(
+        "foreach-number-in-low-precision",
+        "foreach.py",
+        "first.dtype not in (torch.float32, torch.float64)",
+        "not first.is_floating_point()",
+        (f"{_ADAMW}::test_strength_0_is_adamw_and_its_average_an_exact_ema",),
+    ),
+    Mutant(
+        "foreach-number-in-float32",
+        "foreach.py",
+        "return torch.tensor(value, dtype=first.dtype, device=first.device)",
+        "return torch.tensor(value)",
+        (_LOOP,),
+    ),
+    Mutant(
+        "foreach-numerator-of-the-first",
+        "foreach.py",
+        "own if at is ats[0] else numerator_of",
+        "own if True else numerator_of",
+        (_DEVICE_AGES,),
     ),
     Mutant(
         "foreach-average-before-the-pull",

@@ -27,8 +27,14 @@ def test_every_optimizer_is_measured(tiny, tmp_path, capsys):
     assert set(rows) == {name for name, rival in subjects.RIVALS.items() if "cpu" in rival.devices}
     assert rows["AdamW, fused"]["ratio"] == 1.0
     kept = {name: round(row["state"]) for name, row in rows.items()}
-    for name, average in (("AdamW, fused", 0), ("AdamW, foreach", 0), ("AdamW, fused, and an EMA", 1)):
-        assert kept[name] == 8 + 4 * average
+    for name, averages in (
+        ("AdamW, fused", 0),
+        ("AdamW, foreach", 0),
+        ("AdamW, foreach, and an EMA", 1),
+        ("AdamW, foreach, and two EMAs", 2),
+        ("AdamW, fused, and an EMA", 1),
+    ):
+        assert kept[name] == 8 + 4 * averages
     for name in ("AdamW, fused, and torch's AveragedModel", "PACE, fused, paper", "PACE, foreach, paper"):
         assert kept[name] == 12
     assert kept["PACE, fused"] == kept["PACE, foreach"] == kept["PACE, fused, paper, two averages"] == 16
@@ -43,7 +49,12 @@ def test_some_of_them(tiny, tmp_path):
     command = ["bench", "--device", "cpu", "--models", "tiny", "--only", "ema", "Per Tensor", "--rounds", "1"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert [row["optimizer"] for row in rows] == ["AdamW, fused, and an EMA", "PACE, per tensor, paper"]
+    assert [row["optimizer"] for row in rows] == [
+        "AdamW, foreach, and an EMA",
+        "AdamW, foreach, and two EMAs",
+        "AdamW, fused, and an EMA",
+        "PACE, per tensor, paper",
+    ]
 
 
 def test_what_is_done_is_kept_when_it_is_stopped(tiny, tmp_path, monkeypatch):

@@ -149,3 +149,32 @@ def test_temporary_memory_is_bounded_by_the_chunk(monkeypatch):
     peak = peak_bytes(optimizer.step)
     model = sum(p.numel() * 4 for p in parameters)
     assert peak <= 0.5 * model + 4096, f"{peak / model:.2f} model sizes"
+
+
+def test_many_small_tensors_cost_few_tensors_of_numbers():
+    """On a CPU torch makes a tensor of a float for each of the tensors that an operation is on."""
+    shapes = [(3,)] * 40
+    parameters = make_parameters(dtype=torch.float32, shapes=shapes)
+    optimizer = run(parameters, make_gradients(2, shapes=shapes), foreach=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::mul_"] >= 4 * len(shapes), "the step was not seen"
+    assert counts.get("aten::_to_copy", 0) < len(shapes)
+
+
+@pytest.mark.parametrize(
+    "dtype, settings, path",
+    [
+        (torch.float32, {}, "foreach"),
+        (torch.float64, {}, "foreach"),
+        (torch.bfloat16, {}, "tensor by tensor"),
+        (torch.float32, {"foreach": False}, "tensor by tensor"),
+        (torch.float32, {"differentiable": True}, "tensor by tensor"),
+        (torch.float32, {"fused": True}, "one pass, in C"),
+    ],
+    ids=str,
+)
+def test_the_path_that_is_taken_is_said(dtype, settings, path):
+    optimizer = PACE(make_parameters(dtype=dtype), lr=1e-2, **settings)
+    assert f"    step of group 0: {path}\n)" in repr(optimizer)

@@ -47,7 +47,8 @@ class Lists(NamedTuple):
 
 def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step for all slots of a parameter group, in place; `scale` and `factor` as in `pace_step_`."""
-    torch._foreach_add_([slot.step for slot in slots], 1)
+    steps = [slot.step for slot in slots]
+    torch._foreach_add_(steps, [_number(1.0, steps)] * len(steps))
     on_device = stays_on_device(recipe)
     for chunk in chunks(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
         live = chunk[0].live
@@ -59,15 +60,15 @@ def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Ite
 
     `key` gives an item's tensor, which decides by device, dtype and mesh, and whatever else must agree.
     """
-    alike: dict[object, list[T]] = {}
+    alike: dict[object, list[tuple[T, int]]] = {}
     for item in items:
         tensor, rest = key(item)
-        alike.setdefault((tensor.device, tensor.dtype, mesh_of(tensor), rest), []).append(item)
+        kind = (tensor.device, tensor.dtype, mesh_of(tensor), rest)
+        alike.setdefault(kind, []).append((item, tensor.numel()))
     for group in alike.values():
         chunk: list[T] = []
         size = 0
-        for item in group:
-            elements = key(item)[0].numel()
+        for item, elements in group:
             if chunk and size + elements > CHUNK_ELEMENTS:
                 yield chunk
                 chunk, size = [], 0
@@ -91,12 +92,12 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scala
     if recipe.maximize:
         grads = list(torch._foreach_neg(grads))
     if recipe.weight_decay != 0:
-        torch._foreach_mul_(lives, at.decay)
+        torch._foreach_mul_(lives, _number(at.decay, lives))
     if exp_avgs[0] is None:  # without momentum the first moment is the gradient
         exp_avgs = grads
     else:
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_mul_(exp_avg_sqs, _number(beta2, exp_avg_sqs))
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
     del grads
     denominators = denominators_of(exp_avg_sqs, ats, recipe.eps)
@@ -122,8 +123,11 @@ def gaps_of(averages: list[Tensor], lives: list[Tensor], ats: list[At], recipe: 
 def denominators_of(exp_avg_sqs: list[Tensor], ats: list[At], eps: float) -> list[Tensor]:
     """√v̂ + ε."""
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
-    torch._foreach_div_(denominators, _each(ats, "root_correction"))
-    torch._foreach_add_(denominators, eps)
+    roots: Any = _each(ats, "root_correction")
+    if isinstance(roots[0], float) and len(set(roots)) == 1:
+        roots = _number(roots[0], denominators)
+    torch._foreach_div_(denominators, roots)
+    torch._foreach_add_(denominators, [_number(eps, denominators)] * len(denominators))
     return denominators
 
 
@@ -158,6 +162,24 @@ def _seed_averages_(chunk: list[Slot], ats: list[At]) -> None:
             seed_average_(slot.returned, slot.live, at.t)
 
 
+def _number(value: Any, tensors: list[Tensor]) -> Any:
+    """A float in the form in which an operation on these takes it quickest.
+
+    On a CPU torch makes a tensor of a float for each of them, which takes longer than the operation on a
+    small one. In low precision that tensor is not rounded as they are, so the float stays. Operations that
+    add take a list of it: of one tensor torch would make a float again.
+    """
+    first = tensors[0]
+    if not isinstance(value, float) or first.device.type != "cpu" or torch.compiler.is_compiling():
+        return value
+    if type(first) not in PLAIN or first.dtype not in (torch.float32, torch.float64):
+        return value
+    return torch.tensor(value, dtype=first.dtype, device=first.device)  # not on a default device
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def _each(ats: list[At], name: str) -> list[Any]:
     """One scalar a tensor: all floats or all 0-dim tensors, whose overload torch picks itself."""
     return [getattr(at, name) for at in ats]
@@ -185,8 +207,11 @@ def _gains_(
         torch._foreach_reciprocal_(gains)
         numbers: Any = numerator_of(recipe.gain, terms(0))  # on the host the same for a whole chunk
         if isinstance(numbers, Tensor):
-            numbers = [numerator_of(recipe.gain, terms(i)) for i in range(len(ats))]
-        torch._foreach_mul_(gains, numbers)
+            own = numbers
+            numbers = [
+                own if at is ats[0] else numerator_of(recipe.gain, terms(i)) for i, at in enumerate(ats)
+            ]
+        torch._foreach_mul_(gains, _number(numbers, gains))
     else:
         gains = [RATIOS[recipe.gain](terms(i)) for i in range(len(ats))]
     torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))
@@ -227,5 +252,5 @@ def move_averages_(averages: list[Tensor], lives: list[Tensor], rates: list[Any]
             for average, live in zip(averages, lives, strict=True):
                 average.copy_(live)
             return
-        torch._foreach_mul_(averages, keep)
+        torch._foreach_mul_(averages, _number(keep, averages))
         torch._foreach_add_(averages, lives, alpha=float(move))

@@ -78,6 +78,21 @@ def _with_ema(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
     return step, (optimizer, averages)
 
 
+def _with_foreach_emas(parameters: list[nn.Parameter], count: int) -> tuple[Step, Any]:
+    """What one writes by hand without a compiler: averages of the weights after the step."""
+    optimizer = AdamW(parameters, foreach=True)
+    live = [parameter.detach() for parameter in parameters]
+    averages = [[tensor.clone() for tensor in live] for _ in range(count)]
+
+    def step() -> None:
+        optimizer.step()
+        for average in averages:
+            torch._foreach_mul_(average, 0.999)
+            torch._foreach_add_(average, live, alpha=0.001)
+
+    return step, (optimizer, averages)
+
+
 def _with_averaged_model(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
     optimizer, model = AdamW(parameters, fused=True), nn.ParameterList(parameters)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))  # type: ignore[no-untyped-call]
@@ -114,6 +129,9 @@ BASE = "AdamW, fused"
 RIVALS: dict[str, Rival] = {
     BASE: Rival(make=lambda p: _plain(AdamW(p, fused=True)), traffic=28),
     "AdamW, foreach": Rival(make=lambda p: _plain(AdamW(p, foreach=True)), traffic=28),
+    # The measure of PACE by foreach: the first of gain="paper", the second of the default, which keeps two.
+    "AdamW, foreach, and an EMA": Rival(make=lambda p: _with_foreach_emas(p, 1), traffic=36),
+    "AdamW, foreach, and two EMAs": Rival(make=lambda p: _with_foreach_emas(p, 2), traffic=44),
     "AdamW, fused, and an EMA": Rival(make=_with_ema, traffic=36),
     "AdamW, fused, and torch's AveragedModel": Rival(make=_with_averaged_model, traffic=36),
     "AdamW, fused, clipped": Rival(make=_with_clipping(lambda p: _plain(AdamW(p, fused=True))), traffic=32),
