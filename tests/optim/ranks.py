@@ -184,20 +184,30 @@ def fsdp2_clipped(folder):
     train(model, optimizer, range(1), my_share())
     train(single, expected, range(1))
     assert torch.allclose(optimizer.grad_norm, expected.grad_norm, rtol=1e-12)
+    model, single = shard(make_model().float()), make_model().float()
+    optimizer, expected = (make_optimizer(net, max_grad_norm=0.3, fused=True) for net in (model, single))
+    x, y = (part.float() for part in batch(0))
+    for net, own in ((model, optimizer), (single, expected)):
+        (net(x) - y).square().mean().backward()
+        own.step()
+    assert torch.allclose(optimizer.grad_norm, expected.grad_norm, rtol=1e-6)
 
 
 def fsdp2_skip(folder):
     """A NaN in one rank's part makes every rank skip."""
-    model = shard(make_model())
-    optimizer = make_optimizer(model, skip_nonfinite=True)
-    train(model, optimizer, range(3), my_share())
-    before = snapshot(optimizer)
-    x, y = batch(3)
-    (model(x) - y).square().mean().backward()
-    if dist.get_rank() == 1:
-        model[0].weight.grad.to_local()[0, 0] = torch.nan
-    optimizer.step()
-    assert_same(before, snapshot(optimizer))
+    for dtype, path in ((torch.float64, {}), (torch.float32, {"fused": True})):
+        model = shard(make_model().to(dtype))
+        optimizer = make_optimizer(model, skip_nonfinite=True, **path)
+        for step in range(3):
+            x, y = (part.to(dtype) for part in batch(step))
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            if step == 2 and dist.get_rank() == 1:
+                model[0].weight.grad.to_local()[0, 0] = torch.nan
+            before = snapshot(optimizer)
+            optimizer.step()
+        assert_same(before, snapshot(optimizer))
+        assert optimizer.state[model[0].weight]["step"].item() == 2
 
 
 def fsdp2_dcp(folder):

@@ -288,3 +288,39 @@ def test_one_pass_refuses_a_parameter_that_is_in_its_group_twice():
 def test_a_copy_remembers_nothing():
     _, optimizer = stepped("loop")
     assert optimizer._fits and not copy.deepcopy(optimizer)._fits
+
+
+def test_a_parameter_turned_in_place_is_noticed():
+    """The same memory, size and shape, in another order."""
+    ends = []
+    for fused in (True, False):
+        parameter = torch.arange(16.0).view(4, 4).requires_grad_()
+        optimizer = PACE([parameter], lr=1e-1, fused=fused)
+        parameter.grad = torch.ones(4, 4)
+        optimizer.step()
+        parameter.data = parameter.data.t()
+        parameter.grad = torch.arange(16.0).view(4, 4).t().contiguous().t()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            assert fused and "do not lie alike" in str(error)
+            return
+        ends.append(parameter.detach().clone())
+    assert torch.allclose(*ends)
+
+
+@pytest.mark.parametrize("lacking", [{"CC": "/nonexistent/cc"}, {"PACELINE_CACHE": "/proc/nope"}], ids=str)
+def test_a_compiler_that_is_not_there_is_said_too(lacking, monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    for name, value in lacking.items():
+        monkeypatch.setenv(name, value)
+    for remembered in (native._library, native.missing, work._warn_once):
+        remembered.cache_clear()
+    parameter = torch.ones(4).requires_grad_()
+    parameter.grad = torch.ones(4)
+    with pytest.warns(UserWarning, match="fused=True on a CPU needs .*; going on without it") as warned:
+        PACE([parameter], fused=True).step()
+    assert warned[0].filename == __file__
+    monkeypatch.undo()
+    for remembered in (native._library, native.missing, work._warn_once):
+        remembered.cache_clear()

@@ -1,9 +1,11 @@
 """Gradients as a whole: clipped by their norm, unscaled, and steps that are skipped for them."""
 
+import copy
 import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 from problems import (
     PATHS,
     advance,
@@ -104,3 +106,27 @@ def test_skipping_on_the_device_needs_a_path_that_can(monkeypatch):
 def test_a_scaler_skips_by_itself_where_step_does_not():
     optimizer = PACE(make_parameters(dtype=torch.float32), lr=1e-2)
     assert not optimizer._step_supports_amp_scaling
+
+
+def test_a_norm_goes_along_with_a_copy():
+    parameters = make_parameters()
+    optimizer = PACE(parameters, lr=1e-2, max_grad_norm=1.0)
+    advance(optimizer, parameters, make_gradients(1))
+    again = copy.deepcopy(optimizer)
+    assert again.grad_norm == optimizer.grad_norm
+
+
+@pytest.mark.slow
+def test_a_compiled_step_that_clips_is_one_graph():
+    """The factor stays a tensor there: as a number it would be another at every step."""
+    parameters, eager = make_parameters(dtype=torch.float32), make_parameters(dtype=torch.float32)
+    optimizer, other = (PACE(ps, lr=1e-2, gain="paper", max_grad_norm=0.3) for ps in (parameters, eager))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(optimizer.step, backend=counter)
+    for gradients in make_gradients(6):
+        set_gradients(parameters, gradients)
+        step()
+        advance(other, eager, [gradients])
+    assert counter.frame_count <= 2
+    assert all(torch.allclose(p, q, rtol=1e-5) for p, q in zip(parameters, eager, strict=True))

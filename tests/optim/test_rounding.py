@@ -7,7 +7,7 @@ import pytest
 import torch
 from problems import PATHS, SETTINGS, advance, assert_same_bits, everything, make_gradients, make_parameters
 
-from paceline import PACE, averaged_state_dict, averaged_weights
+from paceline import PACE, Averages, PowerLaw, averaged_state_dict, averaged_weights, reset_average
 from paceline.optim.state import average_of, in_full
 from paceline.optim.storage import SALTS, encode_, joined, split_
 
@@ -192,3 +192,92 @@ def test_gradients_of_another_precision_than_their_parameters(kinds, foreach):
         one.step()
         other.step()
     assert_same_bits(everything(one), everything(other))
+
+
+# --- Found in review ----------------------------------------------------------------------------------
+
+
+def masters(steps=3, **settings):
+    """A PACE with master weights after some steps, and the same in float32."""
+    parameters, given = make_parameters(dtype=BFLOAT16), in_bfloat16(make_gradients(steps))
+    wide = of_bfloat16(parameters)
+    both = PACE(parameters, lr=1e-2, rounding="master", **settings), PACE(wide, lr=1e-2, **settings)
+    for optimizer, own in zip(both, (parameters, wide), strict=True):
+        advance(optimizer, own, given)
+    return *both, parameters, wide
+
+
+def test_weights_that_are_set_to_zero_from_outside_are_no_nan():
+    parameter = torch.rand(64, generator=torch.Generator().manual_seed(0)).to(BFLOAT16).requires_grad_()
+    optimizer = PACE([parameter], lr=0.1, rounding="master")
+    for step in in_bfloat16(make_gradients(10, shapes=[(64,)])):
+        advance(optimizer, [parameter], [step])
+        with torch.no_grad():
+            parameter.clamp_(min=0)
+    assert parameter.isfinite().all()
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "master"])
+def test_neighbours_in_memory_stay_as_they_are(rounding):
+    room = torch.full((4, 4), 7.0, dtype=BFLOAT16)
+    room[:, :2] = 1
+    parameter = room[:, :2].requires_grad_()
+    optimizer = PACE([parameter], lr=1e-2, rounding=rounding)
+    parameter.grad = torch.ones(4, 2, dtype=BFLOAT16)
+    optimizer.step()
+    assert (room[:, 2:] == 7).all() and (parameter < 1).all()
+
+
+def test_what_a_checkpoint_does_not_have_is_not_taken_for_its_own():
+    """torch.distributed.checkpoint fills a full state with what the optimizer at hand has."""
+    optimizer, _, parameters, _ = masters()
+    rests = [optimizer.state[p]["live_rest"].clone() for p in parameters]
+    plain = PACE([p.detach().clone().requires_grad_() for p in parameters], lr=1e-2)
+    advance(plain, plain.param_groups[0]["params"], in_bfloat16(make_gradients(2)))
+    state = copy.deepcopy(plain.state_dict())
+    for i, rest in enumerate(rests):
+        state["state"][i]["live_rest"] = rest
+    optimizer.load_state_dict(state)
+    assert not any("live_rest" in entry for entry in optimizer.state.values())
+
+
+def test_averages_that_begin_anew_begin_with_all_of_the_weight():
+    optimizer, other, parameters, wide = masters()
+    for one, own in ((optimizer, parameters), (other, wide)):
+        reset_average(one)
+        advance(one, own, in_bfloat16(make_gradients(2, seed=4)))
+    for p, q in zip(parameters, wide, strict=True):
+        assert torch.equal(in_full(p, optimizer.state[p]), q)
+        assert torch.equal(optimizer.state[p]["average"], other.state[q]["average"])
+
+
+def test_averages_around_are_of_all_of_the_weight():
+    parameters, given = make_parameters(dtype=BFLOAT16), in_bfloat16(make_gradients(6))
+    wide, ends = of_bfloat16(parameters), []
+    for own, rounding in ((parameters, "master"), (wide, "nearest")):
+        around = Averages(PACE(own, lr=1e-4, rounding=rounding), {"long": PowerLaw(0.9)})
+        advance(around, own, given)
+        ends.append([average for _, average in around["long"].returned_averages()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_the_average_stays_when_masters_are_given_up(storage):
+    optimizer, _, parameters, _ = masters(average_dtype=storage)
+    before = average_of(optimizer.state[parameters[0]], "returned", parameters[0])
+    optimizer.param_groups[0]["rounding"] = "nearest"
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["return_power"] = 1e-9 + 1.0 - 1e-9  # moves by 1/(1 + t) of a gap
+    live = parameters[0].detach().float().clone()
+    advance(optimizer, parameters, in_bfloat16(make_gradients(1)))
+    after = average_of(optimizer.state[parameters[0]], "returned", parameters[0])
+    apart = (after - before).abs().max()
+    assert apart <= 0.25 * (live - before).abs().max() + 3e-3
+
+
+def test_wide_gradients_are_clipped_before_they_are_cast():
+    parameter = torch.ones(3, dtype=torch.float16).requires_grad_()
+    parameter.grad_dtype = torch.float32
+    parameter.grad = torch.tensor([1e5, 1.0, 1.0])
+    PACE([parameter], lr=1e-3, eps=1e-3, gain="paper", max_grad_norm=1.0).step()
+    assert parameter.isfinite().all()

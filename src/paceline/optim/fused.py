@@ -139,7 +139,7 @@ def _launches(members: Members, counts: list[float]) -> "list[_Launch]":
 
 def _is_aligned(slot: Slot, state: State) -> bool:
     arrays = (*slot[:6], state.get("live_rest"))
-    return all(array.data_ptr() % 16 == 0 for array in arrays if array is not None)
+    return all(local(array).data_ptr() % 16 == 0 for array in arrays if array is not None)
 
 
 class _Launch:

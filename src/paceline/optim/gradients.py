@@ -30,8 +30,10 @@ class Gradients(NamedTuple):
         if limit is not None and self.norm is not None:
             clip = (limit / (self.norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
             factor = factor * clip
-        # What is on the host is a number; what is on a device stays there, as to read it would be to wait.
-        return factor.item() if isinstance(factor, Tensor) and factor.device.type == "cpu" else factor
+        # What is on the host is a number; what is on a device stays there, as to read it would be to wait,
+        # and so does what a compiler sees.
+        on_host = isinstance(factor, Tensor) and factor.device.type == "cpu"
+        return float(factor) if on_host and not torch.compiler.is_compiling() else factor
 
 
 def look_at(works: list[Work], scaled: Scaled) -> Gradients:
@@ -70,7 +72,8 @@ def _sums(works: list[Work]) -> Tensor:
     rest: list[Tensor] = []
     for work in works:
         if not work.members.memo["one pass"] or work.is_sharded():
-            rest += work.members.grads
+            # The parameters' own: a path of one pass sees only this rank's part of what is sharded.
+            rest += [p.grad for p in work.members.parameters if p.grad is not None]
             continue
         for kind, part in work.members.by_device().items():
             parts += ONE_PASS[kind].sums_of_gradients(part, work.group["capturable"])

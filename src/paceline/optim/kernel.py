@@ -87,6 +87,7 @@ def _joined(live_at, rest_at, first, offsets, count, ALIGNED: tl.constexpr, MASK
     """Weights of which bfloat16 has one half, and the rest the other."""
     upper = _load_bits(live_at, first, offsets, count, tl.int16, ALIGNED, MASKED) << 16
     rest = _load_bits(rest_at, first, offsets, count, tl.int16, ALIGNED, MASKED)
+    rest = tl.where(((upper & 0x7FFFFFFF) == 0) & (rest < 0), 0, rest)  # as storage.py says
     return (upper + rest).to(tl.float32, bitcast=True)
 
 

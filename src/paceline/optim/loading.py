@@ -30,8 +30,8 @@ class Format:
 
     prefix: str = ""
     """Of its own entries in the state of a parameter; the others belong to the optimizer underneath."""
-    required: Callable[[dict[str, Any]], tuple[str, ...]] = lambda settings: ("step",)
-    """Own entries without which the state of a parameter of a group with these settings cannot be used."""
+    required: tuple[str, ...] = ("step",)
+    """Own entries without which a parameter's state cannot be used."""
     reads: str
     """Whose states it loads, for messages."""
     check: Callable[[dict[str, Any]], None]
@@ -88,8 +88,8 @@ def admit(
         groups.append(settings)
         wanted = format.wanted(settings)
         both = ("average", "returned")
-        required = format.required(settings)
-        shaped = {*required, *wanted, *both, *map(residual_key, both), "live", "live_rest"} - {"step"}
+        shaped = {*format.required, *wanted, *both, *map(residual_key, both)} - {"step"}
+        shaped |= {"live", "live_rest", "exp_avg"}
         if format.ignored:
             _note_of_other_updates(notes, saved)
         for i, (parameter, key) in enumerate(zip(own["params"], saved["params"])):
@@ -98,7 +98,7 @@ def admit(
                 entry.own = _without_leftovers(entry.own, saved, format)
                 # Nothing of ours: the state of the optimizer underneath, alone.
                 if entry.own or not format.prefix:
-                    check_loadable(parameter, entry.own, name, required, shaped, format.reads)
+                    check_loadable(parameter, entry.own, name, format, shaped)
                     _check_live(entry.own, saved, memory.get(parameter, {}), name, format)
                 if parameter.requires_grad and (not entry.own or entry.own["step"] > 0):
                     for average in (key for key in wanted if not keeps(entry.own, key)):
@@ -117,14 +117,13 @@ def _asked_to_return(own: dict[str, Any], said: dict[str, Any]) -> bool:
     return said.get("return_power") is not None or power != USUAL[own["gain"] or "paper"].get("return_power")
 
 
-def check_loadable(
-    live: Tensor, saved: dict[str, Any], name: str, required: tuple[str, ...], shaped: set[str], reads: str
-) -> None:
+def check_loadable(live: Tensor, saved: dict[str, Any], name: str, format: Format, shaped: set[str]) -> None:
     """Raise ValueError if a saved state cannot belong to this parameter."""
-    missing = [key for key in required if key not in saved]
+    missing = [key for key in format.required if key not in saved]
     if missing:
         raise ValueError(
-            f"the saved state of {name} lacks {', '.join(missing)} (it has: {', '.join(saved)}); {reads}"
+            f"the saved state of {name} lacks {', '.join(missing)} (it has: {', '.join(saved)}); "
+            f"{format.reads}"
         )
     for key in shaped:
         if key in saved and saved[key].shape != live.shape:
@@ -207,6 +206,8 @@ def _without_leftovers(own: dict[str, Any], saved: dict[str, Any], format: Forma
     never = set()
     if saved.get(format.hold) == "live":
         never.add("live")
+    if saved.get("rounding") != "master":
+        never.add("live_rest")
     if "return_power" in saved and saved["return_power"] is None:
         never.update(parts_of("returned"))
     kept = {k: v for k, v in own.items() if k not in never and not (isinstance(v, dict) and not v)}

@@ -113,6 +113,7 @@ class Fit:
         self._addresses = list(map(_address, self._arrays))
         self._grad_addresses = members.addresses or list(map(_address, members.grads))
         self._looks, self._look_alike = _looks(members.grads), _look_of(members.grads)
+        self._own_looks, self._own_alike = _looks(self._parameters), _look_of(self._parameters)
         self._settings = settings
 
     @staticmethod
@@ -156,7 +157,9 @@ class Fit:
         kept = list(_values(self._states))
         if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
             return False
-        # Also the same tensor may have been given other memory, on another device.
+        # Also the same tensor may have been given other memory, on another device, or another order of it.
+        if not self._own_alike(*self._parameters) and _looks(self._parameters) != self._own_looks:
+            return False
         return _are_at(self._arrays, self._addresses)
 
 

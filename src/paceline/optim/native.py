@@ -125,6 +125,8 @@ def missing() -> str | None:
         _library()
     except RuntimeError as error:
         return str(error)
+    except OSError as error:  # of a compiler that is not there, or a folder that cannot be made
+        return f"needs a small function in C, which could not be built: {error}"
     return None
 
 

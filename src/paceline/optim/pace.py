@@ -22,7 +22,6 @@ from paceline.optim.state import (
     averages_of,
     is_expanded,
     kept_as,
-    moments_of,
     name_of,
     refusal,
     returned_key,
@@ -93,8 +92,9 @@ class PACE(Averaging):
         max_grad_norm: gradients count as if clipped to this norm, taken over all of the optimizer's, as by
             torch's clip_grad_norm_; they are not changed, and on a GPU they are read once less. The norm of
             the last step is `optimizer.grad_norm`.
-        skip_nonfinite: skip the whole step if any gradient has a NaN or Inf: one host read a step, none with
-            capturable=True on a GPU. There a `torch.amp.GradScaler` leaves unscaling and skipping to us too.
+        skip_nonfinite: skip the whole step if a gradient of a group that says so has a NaN or Inf: one host
+            read a step, none with capturable=True on a GPU. There a `torch.amp.GradScaler` leaves unscaling
+            and skipping to us.
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
         fused: in one pass over memory. None: on a GPU where it can be, by one launch of a Triton kernel for
             all tensors of a precision. True also on a CPU, for float32, by a function in C that is built
@@ -111,7 +111,7 @@ class PACE(Averaging):
     """
 
     format = Format(
-        required=lambda settings: ("step", *moments_of(settings)),
+        required=("step", "exp_avg_sq"),
         reads="PACE loads its own states and those of torch.optim.AdamW",
         check=recipe.check,
         wanted=averages_of,
@@ -207,12 +207,15 @@ class PACE(Averaging):
                 self.state[parameter] = allocate(parameter, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_loaded_live", "_loaded_name", "_buffer_memory")
+        names = ("_loaded_live", "_loaded_name", "_buffer_memory", "grad_norm")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fits = Fits()  # first: what it keeps may be what makes room
         super().__setstate__(state)
+        for group in self.param_groups:  # of one that was pickled before there were such settings
+            for name, value in (("rounding", "nearest"), ("offload", False), ("max_grad_norm", None)):
+                group.setdefault(name, value)
 
     def __repr__(self) -> str:
         paths = [f"    step of group {i}: {path_name(group)}" for i, group in enumerate(self.param_groups)]

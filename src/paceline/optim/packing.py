@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.optim.rule import Slot
+from paceline.optim.rule import Scalar, Slot, on_device_of
 from paceline.optim.sharded import mesh_of
 from paceline.optim.state import State, average_of, in_full, is_split, keep_average_
 from paceline.optim.storage import SALTS, encode_, split_
@@ -36,14 +36,16 @@ def refusal(live: Tensor, group: dict[str, Any]) -> str | None:
     return None
 
 
-def opened(slot: Slot, state: State, group: dict[str, Any]) -> Slot:
-    """A slot whose arrays are as precise as the update is made."""
-    live = slot.live
+def opened(slot: Slot, state: State, group: dict[str, Any], factor: Scalar = 1.0) -> Slot:
+    """A slot whose arrays are as precise as the update is made, its gradient `factor` times what it was."""
+    live, grad = slot.live, slot.grad
+    if isinstance(factor, Tensor) or factor != 1:  # before it is cast, which may overflow
+        grad = grad * on_device_of(grad, factor)
     if is_rounded(live, group):
         live = in_full(live, state).to(torch.float32)
     return Slot(
         live=live,
-        grad=slot.grad.to(live.dtype),
+        grad=grad.to(live.dtype),
         exp_avg=None if slot.exp_avg is None else slot.exp_avg.to(live.dtype),
         exp_avg_sq=slot.exp_avg_sq.to(live.dtype),
         average=_average(slot.average, "average", slot, state),
@@ -64,7 +66,9 @@ def close_(slot: Slot, done: Slot, state: State, group: dict[str, Any]) -> None:
         for name in ("live", "exp_avg", "exp_avg_sq"):
             kept, value = getattr(slot, name), getattr(done, name)
             if kept is not None:
-                encode_(kept.detach(), None, value, slot.step, SALTS[name])
+                rounded = torch.empty_like(value, dtype=torch.bfloat16)  # kept may have gaps
+                encode_(rounded, None, value, slot.step, SALTS[name])
+                kept.detach().copy_(rounded)
     for name, held, average in (
         ("average", slot.average, done.average),
         ("returned", slot.returned, done.returned),

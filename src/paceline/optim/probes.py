@@ -154,6 +154,7 @@ class Probe:
             return
         assert isinstance(optimizer, PACE | Pullback)
         may_skip = any(group.get("skip_nonfinite") for group in optimizer.param_groups)
+        may_skip = may_skip or getattr(optimizer, "found_inf", None) is not None  # of a GradScaler
         self._taken = steps_taken(optimizer) if may_skip else self._taken + 1
         if not self._before:
             return

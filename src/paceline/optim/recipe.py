@@ -207,6 +207,8 @@ def _check_storage(group: dict[str, Any]) -> None:
     norm = group["max_grad_norm"]
     ok = norm is None or (is_number(norm) and norm > 0.0)
     require(ok, "max_grad_norm value", norm, "None, or > 0")
+    if norm is not None and group["differentiable"]:
+        raise ValueError("max_grad_norm and differentiable=True exclude each other; clip before the step")
 
 
 def check(group: dict[str, Any]) -> None:

@@ -107,7 +107,9 @@ def settled(average: Tensor, live: Tensor) -> Tensor:
 
 def in_full(live: Tensor, state: State) -> Tensor:
     """The weights that are trained: live, and what bfloat16 drops of it where that is kept."""
-    return joined(live, state["live_rest"].to(live.device)) if "live_rest" in state else live.detach()
+    rest = state.get("live_rest")
+    whole = rest is None or live.dtype != torch.bfloat16 or rest.shape != live.shape
+    return live.detach() if whole or rest is None else joined(live, rest.to(live.device))
 
 
 def keep_average_(state: State, name: str, live: Tensor, average: Tensor) -> None:
@@ -252,7 +254,7 @@ def take_averages(live: Tensor, state: State, keys: tuple[str, ...]) -> None:
     """Let the averages be live."""
     for key in keys:
         if key in state and state[key].shape == live.shape and not state[key].is_meta:
-            state[key].copy_(live)
+            state[key].copy_(in_full(live, state))
         for part in parts_of(key)[1:]:
             if part in state:
                 state[part].zero_()
@@ -294,12 +296,18 @@ def _conform_weights(live: Tensor, state: State, group: dict[str, Any]) -> None:
     """Likewise for the moments and what belongs to live, as the group has it now."""
     if "exp_avg" not in moments_of(group):
         state.pop("exp_avg", None)
-    elif "exp_avg" not in state:  # momentum begins now
-        state["exp_avg"] = torch.zeros_like(live, dtype=_moment_dtype(live, group))
+    elif "exp_avg" not in state:  # momentum begins now, with what AdamW would have in its place: a gradient
+        first = torch.zeros_like(live) if live.grad is None else live.grad
+        sign = -1 if group["maximize"] else 1
+        state["exp_avg"] = (first.detach() * sign).to(_moment_dtype(live, group))
     for key in moments_of(group):
         _convert(state, key, live.device, _moment_dtype(live, group))
     if not is_split(live, group):
+        kept = [name for name in ("average", "returned") if residual_key(name) in state]
+        averages = {name: average_of(state, name, live) for name in kept if "live_rest" in state}
         state.pop("live_rest", None)
+        for name, average in averages.items():  # which were beside all of the weight
+            keep_average_(state, name, live, average)
     elif "live_rest" not in state:
         state["live_rest"] = torch.zeros_like(live, dtype=torch.int16)
     else:

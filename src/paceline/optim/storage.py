@@ -182,7 +182,12 @@ def split_(live: Tensor, rest: Tensor, value: Tensor) -> None:
 
 
 def joined(live: Tensor, rest: Tensor) -> Tensor:
-    """The float32 value that `split_` was given."""
+    """The float32 value that `split_` was given.
+
+    If live was changed since, by at most half of the last place of a bfloat16 another: below 0 a rest would
+    make a NaN of a weight that was set to 0, so there it does not count.
+    """
+    rest = torch.where((live == 0) & (rest < 0), 0, rest)
     return (live.detach().to(torch.float32).view(torch.int32) + rest).view(torch.float32)
 
 

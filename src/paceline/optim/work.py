@@ -54,7 +54,10 @@ class Work(NamedTuple):
 def plan_all(states: States, groups: list[dict[str, Any]], fits: Fits) -> list[Work]:
     """The work of a step, a group each. Parameters without a state get one."""
     fits.look(states)
-    return [_plan(states, group, number, fits) for number, group in enumerate(groups)]
+    works = []
+    for number, group in enumerate(groups):
+        works.append(_plan(states, group, number, fits))
+    return works
 
 
 def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work:
@@ -141,16 +144,19 @@ def missing(kind: str) -> str | None:
 
 @cache
 def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=7)
+    warnings.warn(text, stacklevel=8)  # whoever calls step(), past torch's two wrappers
 
 
 def path_name(group: dict[str, Any]) -> str:
     """Which path the parameters of a group take, as far as it can be known before there are gradients."""
-    kinds = {parameter.device.type for parameter in group["params"] if not is_lazy(parameter)}
+    known = [parameter for parameter in group["params"] if not is_lazy(parameter)]
+    kinds = {parameter.device.type for parameter in known}
     wanted = _may_fuse(group) and (group["fused"] or kinds == {"cuda"})
-    if kinds and wanted and all(missing(kind) is None for kind in kinds):
+    able = kinds and wanted and all(missing(kind) is None for kind in kinds)
+    if able and all(parameter.dtype in ONE_PASS[parameter.device.type].dtypes for parameter in known):
         return " and ".join(ONE_PASS_NAMES[kind] for kind in sorted(kinds))
-    return "foreach" if _takes_foreach(group, group["params"]) else "tensor by tensor"
+    foreach = group["foreach"] or (group["foreach"] is None and _takes_foreach(group, known))
+    return "foreach" if foreach else "tensor by tensor"
 
 
 ONE_PASS_NAMES = {"cpu": "one pass, in C", "cuda": "one pass, by Triton"}
@@ -266,6 +272,8 @@ class OnePass(NamedTuple):
     None if none has stepped."""
     sums_of_gradients: Callable[[Members, bool], list[Tensor]]
     """Of members and capturable: as in sharded.py."""
+    dtypes: tuple[torch.dtype, ...]
+    """Of parameters that it takes."""
     can_skip: bool
     """Whether a step can be skipped on the device."""
 
@@ -277,6 +285,7 @@ ONE_PASS = {
         step_=lambda members, recipe, whole: native.native_step_(members, recipe, whole.scale, whole.factor),
         energy_of=native.energy_of,
         sums_of_gradients=lambda members, capturable: sums_of_gradients(members.grads),
+        dtypes=(torch.float32,),
         can_skip=False,
     ),
     "cuda": OnePass(
@@ -285,6 +294,7 @@ ONE_PASS = {
         step_=lambda members, recipe, whole: fused.fused_step_(members, recipe, *whole),
         energy_of=fused.energy_of,
         sums_of_gradients=fused.sums_of_gradients,
+        dtypes=fused.DTYPES,
         can_skip=True,
     ),
 }
@@ -316,8 +326,8 @@ def _packed_step_(
 ) -> None:
     """Any path on weights and state that are kept otherwise: opened for it and closed again, by chunks."""
     for chunk in chunks(zip(members.slots(), members.states, strict=True), lambda pair: (pair[0].live, None)):
-        opened = [packing.opened(slot, state, group) for slot, state in chunk]
-        path(opened, recipe, whole.scale, whole.factor)
+        opened = [packing.opened(slot, state, group, whole.factor) for slot, state in chunk]
+        path(opened, recipe, whole.scale, 1.0)
         for done, (slot, state) in zip(opened, chunk, strict=True):
             packing.close_(slot, done, state, group)
 
