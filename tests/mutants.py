@@ -685,8 +685,8 @@ FOREACH = [
         "foreach-eps-bias-corrected",
         "foreach.py",
         "    torch._foreach_div_(denominators, roots)\n"
-        "    torch._foreach_add_(denominators, [_number(eps, denominators)] * len(denominators))\n",
-        "    torch._foreach_add_(denominators, [_number(eps, denominators)] * len(denominators))\n"
+        "    torch._foreach_add_(denominators, _summand(eps, denominators))\n",
+        "    torch._foreach_add_(denominators, _summand(eps, denominators))\n"
         "    torch._foreach_div_(denominators, roots)\n",
         (_LOOP,),
     ),

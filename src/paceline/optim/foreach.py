@@ -48,7 +48,7 @@ class Lists(NamedTuple):
 def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step for all slots of a parameter group, in place; `scale` and `factor` as in `pace_step_`."""
     steps = [slot.step for slot in slots]
-    torch._foreach_add_(steps, [_number(1.0, steps)] * len(steps))
+    torch._foreach_add_(steps, _summand(1.0, steps))
     on_device = stays_on_device(recipe)
     for chunk in chunks(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
         live = chunk[0].live
@@ -124,10 +124,12 @@ def denominators_of(exp_avg_sqs: list[Tensor], ats: list[At], eps: float) -> lis
     """√v̂ + ε."""
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     roots: Any = _each(ats, "root_correction")
-    if isinstance(roots[0], float) and len(set(roots)) == 1:
-        roots = _number(roots[0], denominators)
+    first = _number(roots[0], denominators)
+    if first is not roots[0] and len(set(roots)) == 1:
+        roots = first
+    # A list of floats on a GPU, as torch's AdamW has it: by one float torch would multiply by its inverse.
     torch._foreach_div_(denominators, roots)
-    torch._foreach_add_(denominators, [_number(eps, denominators)] * len(denominators))
+    torch._foreach_add_(denominators, _summand(eps, denominators))
     return denominators
 
 
@@ -166,8 +168,7 @@ def _number(value: Any, tensors: list[Tensor]) -> Any:
     """A float in the form in which an operation on these takes it quickest.
 
     On a CPU torch makes a tensor of a float for each of them, which takes longer than the operation on a
-    small one. In low precision that tensor is not rounded as they are, so the float stays. Operations that
-    add take a list of it: of one tensor torch would make a float again.
+    small one. In low precision that tensor is not rounded as they are, so the float stays.
     """
     first = tensors[0]
     if not isinstance(value, float) or first.device.type != "cpu" or torch.compiler.is_compiling():
@@ -175,6 +176,12 @@ def _number(value: Any, tensors: list[Tensor]) -> Any:
     if type(first) not in PLAIN or first.dtype not in (torch.float32, torch.float64):
         return value
     return torch.tensor(value, dtype=first.dtype, device=first.device)  # not on a default device
+
+
+def _summand(value: float, tensors: list[Tensor]) -> Any:
+    """Likewise for operations that add, which take a list: of one tensor torch would make a float again."""
+    number = _number(value, tensors)
+    return number if number is value else [number] * len(tensors)
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
