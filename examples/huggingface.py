@@ -8,7 +8,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from paceline.integrations.huggingface import AveragedModelCallback, pace_for_trainer  # PACE
 
@@ -34,15 +41,16 @@ def main(out: Path) -> None:
     )
     args = TrainingArguments(
         str(out),
-        max_steps=120,
+        max_steps=60,
         per_device_train_batch_size=16,
+        per_device_eval_batch_size=50,
         learning_rate=1e-2,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=10,
         eval_strategy="steps",
-        eval_steps=40,
-        save_steps=40,
-        logging_steps=40,
+        eval_steps=20,
+        save_steps=20,
+        logging_steps=20,
         load_best_model_at_end=True,
         disable_tqdm=True,
         report_to="none",
@@ -51,7 +59,7 @@ def main(out: Path) -> None:
     trainer = Trainer(
         LlamaForCausalLM(config),
         args,
-        train_dataset=counting(2000),
+        train_dataset=counting(1000),
         eval_dataset=counting(100),
         optimizer_cls_and_kwargs=pace_for_trainer(args),  # PACE
         callbacks=[AveragedModelCallback()],  # PACE
