@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
@@ -164,6 +166,7 @@ RUNS = [
     *((name, "before", True, {}) for name in MODELS if name != "plain"),
     ("lora", "on the save step", True, {}),
     ("plain", "on the save step", True, {"gradient_accumulation_steps": 2}),
+    ("plain", "before", True, {"settings": {"average_dtype": "int8"}}),
     *(("plain", when, False, {}) for when in ("on the save step", "before")),
     ("lora", "on the save step", False, {}),
 ]
@@ -340,6 +343,15 @@ class Hidden(FullyShardedDataParallel):
         self._fsdp_wrapped_module = model
 
 
+@contextmanager
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_what_would_not_end_with_the_average_is_refused_before_the_first_step(tmp_path):
     model = llama()
     trainer = trainer_of(model, tmp_path)
@@ -354,7 +366,11 @@ def test_what_would_not_end_with_the_average_is_refused_before_the_first_step(tm
         with pytest.raises(error, match=reason):
             begin(args, trainer.state, trainer.control, model=model, optimizer=optimizer)
 
-    assert_refused("FSDP1 hides the parameters; use FSDP2", model=Hidden(model))
+    assert_refused("FSDP1 hides the parameters", model=Hidden(model))
+    with one_rank() as mesh:
+        sharded = llama()
+        fully_shard(sharded, mesh=mesh)
+        assert_refused("sharded by FSDP2", model=sharded, optimizer=PACE(sharded.parameters()))
     assert_refused("DeepSpeed trains flattened copies", optimizer=deepspeed)
     assert_refused("PACE trains parameters that are not the model's own", model=llama())
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
@@ -443,6 +459,37 @@ def test_killed_run_ends_as_an_uninterrupted_one(tmp_path):
     assert_same_end(end_of(straight), end_of(resumed))
     last = "checkpoint-16"
     assert weight_files(tmp_path / last) == weight_files(tmp_path / "straight" / last)
+
+
+RANK = """
+import sys, torch; torch.set_num_threads(1); import test_huggingface as t
+folder = t.Path(sys.argv[1])
+best = t.trainer_of(t.llama(), folder, load_best_model_at_end=True)
+best.train()
+losses = [e["eval_loss"] for e in best.state.log_history if "eval_loss" in e]
+assert best.args.world_size == 2 and losses[1] > losses[0] == best.evaluate()["eval_loss"]
+straight, resumed = (t.trainer_of(t.llama(), folder) for _ in range(2))
+straight.train()
+resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+t.assert_same_end(t.end_of(straight), t.end_of(resumed))
+if straight.args.process_index == 0:
+    model = t.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-8" / "averaged")
+    assert all(torch.equal(p, t.end_of(straight)[2][name]) for name, p in model.named_parameters())
+"""
+
+
+@pytest.mark.long
+def test_two_processes(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-m", *command, tmp_path / "rank.py", tmp_path / "out"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ class AveragedModelCallback(TrainerCallback):
     * After training the model holds the average, that of the best checkpoint with
       `load_best_model_at_end`: this is what `trainer.evaluate()` and `trainer.save_model()` use.
 
-    For any optimizer of paceline. DeepSpeed and FSDP1 hide the parameters and are refused.
+    For any optimizer of paceline, on one device or under DDP. DeepSpeed and FSDP are refused.
 
     .. code-block:: python
 
@@ -139,11 +139,12 @@ class AveragedModelCallback(TrainerCallback):
             optimizer.load_state_dict(saved)
         _keeper(optimizer).eval()
         self._training = False
-        logger.warning(
-            "The model holds the average of its weights as of %s; evaluate() and save_model() use it. "
-            "Live weights come back when training goes on.",
-            of,
-        )
+        if state.is_world_process_zero:
+            logger.warning(
+                "The model holds the average of its weights as of %s; evaluate() and save_model() use it. "
+                "Live weights come back when training goes on.",
+                of,
+            )
 
 
 def _keeper(optimizer: Optimizer) -> KeepsAverage:
@@ -156,21 +157,19 @@ def _keeper(optimizer: Optimizer) -> KeepsAverage:
 def _refusal(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) -> str | None:
     """Why this run cannot be evaluated on and end with its average, if it cannot."""
     if isinstance(optimizer, DeepSpeedOptimizerWrapper):
-        return "DeepSpeed trains flattened copies of the parameters, whose average it hides; use DDP or FSDP2"
+        return "DeepSpeed trains flattened copies of the parameters, whose average it hides; use DDP"
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return "FSDP1 hides the parameters; use FSDP2 (fsdp_version: 2) or DDP"
+        return "FSDP1 hides the parameters; use DDP"
     keeper = _keeper(optimizer)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(isinstance(parameter, DTensor) for parameter in trained):
+        # Accelerate shards after the optimizer was made, and leaves it the state of the whole parameters.
+        return "parameters sharded by FSDP2 are not supported in the Trainer yet; use DDP"
     if {*map(id, trained)} - {*map(id, model.parameters())}:
         return f"{type(keeper).__name__} trains parameters that are not the model's own"
     if args.load_best_model_at_end and args.save_only_model:
         return (
             "load_best_model_at_end=True with save_only_model=True: the best average is loaded from "
             "optimizer.pt, which is then not saved"
-        )
-    if args.load_best_model_at_end and any(isinstance(parameter, DTensor) for parameter in trained):
-        return (
-            "load_best_model_at_end=True with sharded parameters: the checkpoint's optimizer cannot be "
-            "loaded; set it to False and load checkpoint-N/averaged/ of the best N"
         )
     return None
