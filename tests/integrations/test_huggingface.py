@@ -1,5 +1,6 @@
 """The Trainer of transformers with PACE: real Trainers, real files, models of a few thousand weights."""
 
+import gc
 import logging
 import os
 import re
@@ -42,6 +43,14 @@ DATA = [
 ]
 # When evaluation runs, as eval_steps, beside a checkpoint every 4 of 8 steps.
 WHEN = {"never": None, "on the save step": 4, "before": 3, "after": 5, "every step": 1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collection():
+    """A Trainer collects garbage when it starts: a third of a short run, over objects of others."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def llama(tied=False, dtype=torch.float32):
@@ -250,11 +259,9 @@ def test_averaged_adapter_has_the_loss_that_was_reported(name, tmp_path):
     "name, settings",
     [
         ("plain", {}),
-        ("tied", {}),
         ("bfloat16", {}),
         ("lora", {}),
         ("plain", {"average_dtype": "int8"}),
-        ("plain", {"gain": "paper"}),
     ],
 )
 def test_best_model_is_the_best_average(name, settings, tmp_path):
@@ -449,12 +456,12 @@ def test_supervised_fine_tuning_with_trl(tmp_path):
 
 class Slowly(TrainerCallback):
     def on_step_end(self, *_, **__):
-        time.sleep(0.1)
+        time.sleep(0.3)
 
 
 @pytest.mark.slow
 def test_killed_run_ends_as_an_uninterrupted_one(tmp_path):
-    changes = {"max_steps": 16, "save_steps": 2, "when": "every step"}
+    changes = {"max_steps": 10, "save_steps": 2, "when": "every step"}
     code = (
         "import torch; torch.set_num_threads(1); import test_huggingface as t\n"
         "callbacks = [t.AveragedModelCallback(), t.Slowly()]\n"
@@ -470,7 +477,7 @@ def test_killed_run_ends_as_an_uninterrupted_one(tmp_path):
         time.sleep(0.01)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert not (tmp_path / "checkpoint-16").exists()
+    assert not (tmp_path / "checkpoint-10").exists()
     # The Trainer writes its state last: a checkpoint without it was cut short.
     complete = [int(f.parent.name.split("-")[1]) for f in tmp_path.glob("checkpoint-*/trainer_state.json")]
     threads = torch.get_num_threads()
@@ -483,7 +490,7 @@ def test_killed_run_ends_as_an_uninterrupted_one(tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert_same_end(end_of(straight), end_of(resumed))
-    last = "checkpoint-16"
+    last = "checkpoint-10"
     assert weight_files(tmp_path / last) == weight_files(tmp_path / "straight" / last)
 
 
