@@ -1,4 +1,4 @@
-"""The golden trajectories, and what of them the library offers: float64 values of an independent transcription."""
+"""The golden trajectories, float64 values of an independent transcription, and what of them is offered."""
 
 import json
 from pathlib import Path

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 Gain = Literal["paper", "uniform", "relative", "scaled"]
@@ -18,7 +19,7 @@ Gap = Literal["pre", "lookahead"]
 Tree = Any
 """A pytree of arrays."""
 Scalar = Any
-"""A number, or an array of no dimensions: a learning rate from a schedule, a hyperparameter that is injected."""
+"""A number; or an array of no dimensions, where hyperparameters are injected."""
 Mask = Any
 """A pytree of True and False that params begin with, or a function that makes one of params."""
 
@@ -141,7 +142,7 @@ def pace(
         del extra  # of other transformations of a chain
         if params is None:
             raise ValueError(
-                "pace averages the params, so it needs them: call update(grads, state, params); got params=None"
+                "pace averages the params and needs them: call update(grads, state, params); got params=None"
             )
         live, structure = jax.tree.flatten(params)
         grads = _leaves(structure, updates, "grads")
@@ -185,8 +186,8 @@ def pace_eval_params(state: Any, params: Tree) -> Tree:
     ]
     if not found:
         raise ValueError(
-            f"Invalid state: a {type(state).__name__} without a PaceState in it; allowed: the state of pace, or "
-            "of a transformation around it"
+            f"Invalid state: a {type(state).__name__} without a PaceState in it; allowed: the state of pace, "
+            "or of a transformation around it"
         )
     shown = params
     for part in found:
@@ -266,10 +267,9 @@ def _at_step(state: PaceState, recipe: "_Recipe", pulling: bool) -> _At:
 
 def _correction(beta: Scalar, t: Any) -> Any:
     """1 − βᵗ. In float32, 1 − 0.999 would be off by 1e-5."""
-    if isinstance(beta, Real):
-        log = math.log(beta) if beta else -math.inf
-    else:
-        log = jnp.log(beta)
+    if _is_zero(beta):
+        return jnp.ones_like(t)
+    log = math.log(beta) if _is_number(beta) else jnp.log(beta)
     return -jnp.expm1(t * log)
 
 
@@ -293,8 +293,8 @@ def _step(slot: _Slot, at: _At, recipe: "_Recipe", decayed: bool, pulled: bool) 
     The update is a sum of moves, not a difference of weights: it keeps a precision of its own.
     """
     whole = jnp.asarray(slot.live)
-    live, grad, mu, nu, average, returned = (
-        None if leaf is None else _parts(jnp.asarray(leaf)) for leaf in slot
+    live, grad, mu, nu, average, returned = _Slot(
+        *(None if leaf is None else _parts(jnp.asarray(leaf)) for leaf in slot)
     )
     dtype = jnp.promote_types(live.dtype, jnp.float32)
     at = _At(*(s if s.dtype == bool else s.astype(dtype) for s in at))
@@ -399,8 +399,8 @@ def _leaves(structure: Any, tree: Tree, name: str) -> list[Any]:
         raise ValueError(f"{name} and params are trees of different structure: {error}") from None
     if any(leaf is None for leaf in leaves):
         raise ValueError(
-            f"{name} has None where params has a leaf; allowed: an array. To leave leaves out use optax.masked "
-            "or optax.partition"
+            f"{name} has None where params has a leaf; allowed: an array. To leave leaves out use "
+            "optax.masked or optax.partition"
         )
     return leaves
 
@@ -412,8 +412,7 @@ def _spread(mask: Mask | None, params: Tree, name: str) -> Tree:
     given = mask(params) if callable(mask) else mask
 
     def spread(value: Any, branch: Tree) -> Tree:
-        ok = isinstance(value, bool) or getattr(value, "dtype", None) == bool
-        _require(ok, f"{name} entry", value, "True and False")
+        _require(isinstance(value, bool | np.bool_), f"{name} entry", value, "True and False")
         return jax.tree.map(lambda _: bool(value), branch)
 
     try:
@@ -466,9 +465,9 @@ def _completed(**given: Any) -> dict[str, Any]:
     if given["gain"] is None:
         if strength is not None and not nothing:
             raise ValueError(
-                f"pullback_strength={strength!r} needs its gain beside it, since it means another thing in each: "
-                'gain="scaled" (what pace takes by itself; usual strength 15), gain="paper" (c of the paper; '
-                "usual 3e-3), or another"
+                f"pullback_strength={strength!r} needs its gain beside it, since it means another thing in "
+                'each: gain="scaled" (what pace takes by itself; usual strength 15), gain="paper" (c of the '
+                "paper; usual 3e-3), or another"
             )
         given["gain"] = "scaled"
     usual = USUAL.get(given["gain"], {})
@@ -501,9 +500,9 @@ def _is_injected(value: object) -> bool:
     return isinstance(value, jax.Array) and value.ndim == 0
 
 
-def _check_number(name: str, value: object, low: float, high: float, allowed: str) -> None:
+def _check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
     # A NaN fails both comparisons, so it is refused with the rest.
-    ok = _is_injected(value) or (isinstance(value, Real) and _is_number(value) and low <= value <= high)
+    ok = _is_injected(value) or (_is_number(value) and low <= value <= high)
     _require(ok, f"{name} value", value, allowed)
 
 
@@ -532,7 +531,7 @@ def _check(recipe: _Recipe) -> None:
         first = recipe.ema_offset + recipe.ema_scale
         _require(first >= 1.0, "ema_offset + ema_scale", first, ">= 1, so that no averaging rate exceeds 1")
     limit = recipe.max_gain
-    ok = isinstance(limit, Real) and _is_number(limit) and limit > 0
+    ok = _is_number(limit) and limit > 0
     _require(ok or _is_injected(limit), "max_gain value", limit, "> 0 (inf: unclipped)")
     _check_dtypes(recipe)
 
