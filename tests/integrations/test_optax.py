@@ -195,6 +195,7 @@ def test_trains_a_small_model_as_torch_does(options, x64, optimized):
         close(params[j], parameter.detach().numpy(), 1e-10)
 
 
+@pytest.mark.slow
 def test_strength_0_is_optax_adamw_with_an_average_beside_it(x64):
     params, gradients = problem(30)
     rows, _ = trajectory(optax.adamw(1e-2, weight_decay=1e-2), params, gradients)
@@ -209,6 +210,7 @@ def test_strength_0_is_optax_adamw_with_an_average_beside_it(x64):
         close(states.average[j][-1], average)
 
 
+@pytest.mark.slow
 def test_float32_is_close_to_float64():
     params, gradients = problem(200, "float32")
     references = [Reference(p, lr=1e-2, gain="scaled") for p in params]
@@ -221,6 +223,7 @@ def test_float32_is_close_to_float64():
         close(state.returned[j], reference.returned, 2e-6)
 
 
+@pytest.mark.slow
 def test_complex_leaves_are_pairs_of_real_ones(x64):
     generator = np.random.default_rng(0)
     start, grads = generator.normal(size=(2, 3)), generator.normal(size=(20, 2, 3))
@@ -255,6 +258,7 @@ def test_lr_0_moves_and_pulls_nothing(options, x64):
 # --- Which weights --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evaluated_params_are_the_returned_average_in_the_dtype_of_params():
     params, gradients = problem(10, "bfloat16")
     params, state = final(pace(1e-2), params, gradients)
@@ -269,19 +273,20 @@ def test_evaluated_params_are_the_returned_average_in_the_dtype_of_params():
         np.testing.assert_array_equal(leaf, average.astype(jnp.bfloat16))
 
 
-def test_before_the_first_step_the_average_is_params():
+def test_before_the_first_step_the_average_is_params(x64):
     """Also those that were loaded after init."""
-    params, gradients = problem(1, "float32")
+    params, gradients = problem(1)
     optimizer = pace(1e-2)
-    state = jax.jit(optimizer.init)(jax.tree.map(np.zeros_like, params))
+    state = optimizer.init(jax.tree.map(np.zeros_like, params))
     for leaf, live in zip(pace_eval_params(state, params), params, strict=True):
         np.testing.assert_array_equal(leaf, live)
-    grads, step = [np.asarray(g)[0] for g in gradients], stepper(optimizer)
-    late = step(params, state, grads)
-    soon = step(params, jax.jit(optimizer.init)(params), grads)
+    grads = [np.asarray(g)[0] for g in gradients]
+    late = optimizer.update(grads, state, params)
+    soon = optimizer.update(grads, optimizer.init(params), params)
     jax.tree.map(np.testing.assert_array_equal, late, soon)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_average_is_of_the_params_as_they_are_rounded(dtype, optimized):
     """Power 0 makes the average live: to the bit, what apply_updates has made of params and updates."""
@@ -321,6 +326,7 @@ def test_dtypes_of_the_state(x64):
 # --- Compiled, saved, sharded ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiles_once_with_a_schedule(optimized):
     optimizer = pace(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, 20), update_every=2)
     params, gradients = problem(20, "float32")
@@ -339,30 +345,25 @@ def test_compiles_once_with_a_schedule(optimized):
     assert int(state.count) == 20
 
 
+@pytest.mark.slow
 def test_eager_and_compiled_agree(x64, optimized):
     params, gradients = problem(3)
     eager = trajectory(pace(1e-2), params, gradients, compiled=False)
     same(trajectory(pace(1e-2), params, gradients), eager, 1e-14)
 
 
-def test_state_goes_through_pickle_and_flattening_and_training_goes_on_to_the_bit():
-    params, gradients = problem(6, "float32")
+def test_state_goes_through_pickle_and_flattening_and_training_goes_on_to_the_bit(x64):
     optimizer = pace(1e-2)
-    half, rest = [np.asarray(g)[:3] for g in gradients], [np.asarray(g)[3:] for g in gradients]
-    params, state = final(optimizer, params, half)
+    params, state, _ = run(optimizer, TREE, steps=3)
     leaves, structure = jax.tree.flatten(state)
     flat = jax.tree.unflatten(structure, leaves)
-    assert isinstance(flat, PaceState)
-    step, runs = stepper(optimizer), []
-    for start in (state, flat, pickle.loads(pickle.dumps(state))):
-        now = params, start
-        for i in range(3):
-            now = step(*now, [g[i] for g in rest])
-        runs.append(now)
-    jax.tree.map(np.testing.assert_array_equal, *runs[:2])
-    jax.tree.map(np.testing.assert_array_equal, *runs[1:])
+    assert isinstance(flat, PaceState) and structure == jax.tree.structure(optimizer.init(params))
+    resumed = [optimizer.update(TREE, s, params) for s in (state, flat, pickle.loads(pickle.dumps(state)))]
+    jax.tree.map(np.testing.assert_array_equal, *resumed[:2])
+    jax.tree.map(np.testing.assert_array_equal, *resumed[1:])
 
 
+@pytest.mark.slow
 def test_params_and_state_can_be_donated_together():
     optimizer = pace(1e-2)
     params = jnp.ones(4)
@@ -387,26 +388,26 @@ assert len(jax.devices()) == 2
 rows = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
 random = np.random.default_rng(0)
 start = {"w": random.normal(size=(4, 3)), "b": random.normal(size=8)}
-for options in ({}, {"gain": "relative", "pullback_strength": 1.0}):
-    optimizer, results = pace(1e-2, **options), []
+parts = {"w": pace(1e-2), "b": pace(1e-2, gain="relative", pullback_strength=1.0)}
+optimizer, results = optax.partition(parts, {"w": "w", "b": "b"}), []
 
-    @jax.jit
-    def step(params, state, x):
-        grads = jax.grad(lambda p: ((p["w"] * x).sum() - 1.0) ** 2 + ((p["b"] - 1) ** 4).sum())(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+@jax.jit
+def step(params, state, x):
+    grads = jax.grad(lambda p: ((p["w"] * x).sum() - 1.0) ** 2 + ((p["b"] - 1) ** 4).sum())(params)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
-    for place in (lambda v: jnp.asarray(v), lambda v: jax.device_put(v, rows)):
-        params = jax.tree.map(place, start)
-        state = optimizer.init(params)
-        sharded = [leaf.sharding for leaf in jax.tree.leaves((state.average, state.nu))]
-        for i in range(10):
-            params, state = step(params, state, np.random.default_rng(i).normal(size=(4, 3)))
-        results.append(jax.tree.leaves((params, pace_eval_params(state, params))))
-    assert all(s.is_equivalent_to(rows, 1) for s in sharded), sharded
-    assert all(leaf.sharding.is_equivalent_to(rows, leaf.ndim) for leaf in results[1])
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-13)
+for place in (lambda v: jnp.asarray(v), lambda v: jax.device_put(v, rows)):
+    params = jax.tree.map(place, start)
+    state = optimizer.init(params)
+    kept = [leaf.sharding for leaf in jax.tree.leaves(state) if leaf.ndim]
+    for i in range(10):
+        params, state = step(params, state, np.random.default_rng(i).normal(size=(4, 3)))
+    results.append(jax.tree.leaves((params, pace_eval_params(state, params))))
+assert len(kept) == 7 and all(s.is_equivalent_to(rows, 1) for s in kept), kept
+assert all(leaf.sharding.is_equivalent_to(rows, leaf.ndim) for leaf in results[1])
+for one, other in zip(*results, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-13)
 assert "torch" not in sys.modules
 print("same")
 """
@@ -426,45 +427,43 @@ def test_sharded_over_two_devices_it_gives_the_same_numbers():
 # --- Among optax's transformations ----------------------------------------------------------------
 
 
-def loss_of(params):
-    return sum(((leaf - 0.5) ** 2).sum() for leaf in jax.tree.leaves(params))
-
-
-def run(optimizer, params, steps=10):
-    """Params, the state, and the params to evaluate, after some steps."""
+def run(optimizer, params, steps=10, compiled=False):
+    """Params, the state, and the params to evaluate, after some steps toward 0.5."""
 
     def step(carry, _):
         params, state = carry
-        updates, state = optimizer.update(jax.grad(loss_of)(params), state, params)
+        updates, state = optimizer.update(jax.tree.map(lambda p: 2 * (p - 0.5), params), state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    @jax.jit
     def all_steps(params):
-        params, state = jax.lax.scan(step, (params, optimizer.init(params)), length=steps)[0]
+        carry = params, optimizer.init(params)
+        if compiled:
+            carry = jax.lax.scan(step, carry, length=steps)[0]
+        else:
+            for _ in range(steps):
+                carry = step(carry, None)[0]
+        params, state = carry
         return params, state, pace_eval_params(state, params)
 
-    return jax.device_get(all_steps(params))
+    return jax.device_get((jax.jit(all_steps) if compiled else all_steps)(params))
 
 
 def after(**options):
     return run(pace(1e-2, **options), TREE)
 
 
-def same(one, other, tolerance=1e-6):
+def same(one, other, tolerance=1e-12):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     jax.tree.map(lambda a, b: close(a, b, tolerance), one, other)
 
 
-TREE = {"layer": {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}}
-TREE["head"] = np.linspace(2, 3, 4, dtype=np.float32)
+TREE = {
+    "layer": {"w": np.linspace(-1, 1, 12).reshape(4, 3), "b": np.ones(())},
+    "head": np.linspace(2, 3, 12).reshape(4, 3),
+}
 
 
-@pytest.fixture(scope="module")
-def usual():
-    return after()
-
-
-def test_after_clipping_in_a_chain():
+def test_after_clipping_in_a_chain(x64):
     chained, _, shown = run(optax.chain(optax.clip_by_global_norm(0.1), pace(1e-2, gain="paper")), TREE)
     references = [Reference(leaf, lr=1e-2) for leaf in jax.tree.leaves(TREE)]
     for _ in range(10):
@@ -472,45 +471,48 @@ def test_after_clipping_in_a_chain():
         norm = np.sqrt(sum((g**2).sum() for g in grads))
         step_model(references, [g * min(1, 0.1 / norm) for g in grads])
     for one, other, reference in zip(*map(jax.tree.leaves, (chained, shown)), references, strict=True):
-        close(one, reference.live, 1e-6)
-        close(other, reference.average, 1e-6)
+        close(one, reference.live)
+        close(other, reference.average)
 
 
-def test_in_multi_steps_the_average_moves_with_the_params(usual):
-    params, state, shown = run(optax.MultiSteps(pace(1e-2), every_k_schedule=2), TREE, steps=20)
-    once, _, own = usual
-    same(params, once)
-    same(shown, own)
+@pytest.mark.slow
+def test_in_multi_steps_the_average_moves_with_the_params(x64):
+    params, state, shown = run(optax.MultiSteps(pace(1e-2), every_k_schedule=2), TREE, 20, compiled=True)
+    once, _, own = after()
+    same(params, once, 1e-6)  # optax takes its means and schedules in float32
+    same(shown, own, 1e-6)
     assert int(optax.tree.get(state.inner_opt_state, "count")) == 10
 
 
-def test_with_hyperparameters_injected(usual):
-    params, _, shown = run(optax.inject_hyperparams(pace)(learning_rate=1e-2), TREE)
-    once, _, own = usual
-    same(params, once, 1e-5)
-    same(shown, own, 1e-5)
+@pytest.mark.slow
+def test_with_hyperparameters_injected(x64):
+    params, _, shown = run(optax.inject_hyperparams(pace)(learning_rate=1e-2), TREE, compiled=True)
+    once, _, own = after()
+    same(params, once)
+    same(shown, own)
 
 
-def test_with_only_some_hyperparameters_injected():
+@pytest.mark.slow
+def test_with_only_some_hyperparameters_injected(x64):
     schedule, options = optax.linear_schedule(1e-2, 0.0, 10), {"gain": "paper", "pullback_strength": 0.1}
     injected = optax.inject_hyperparams(pace, static_args=("b1", "b2", "mask"))
-    _, _, shown = run(injected(schedule, mask=lambda tree: True, **options), TREE)
+    _, _, shown = run(injected(schedule, mask=lambda tree: True, **options), TREE, compiled=True)
     _, _, own = run(pace(schedule, **options), TREE)
-    same(shown, own, 1e-5)
+    same(shown, own, 1e-6)
 
 
 @pytest.mark.parametrize("trained", [{"w": True, "b": False}, False], ids=["leaf", "branch"])
-def test_leaves_outside_optax_masked_are_left_alone(trained):
+def test_leaves_outside_optax_masked_are_left_alone(trained, x64):
     optimizer = optax.masked(pace(1e-2, gain="paper"), {"layer": trained, "head": True})
     params, _, shown = run(optimizer, TREE, steps=1)
     expected, _, own = run(pace(1e-2, gain="paper"), TREE, steps=1)
     np.testing.assert_array_equal(params["head"], expected["head"])
     np.testing.assert_array_equal(shown["head"], own["head"])
-    np.testing.assert_array_equal(params["layer"]["b"], TREE["layer"]["b"] + 1)  # its gradient, passed on
+    np.testing.assert_array_equal(params["layer"]["b"], TREE["layer"]["b"] + 1)  # its gradient
     np.testing.assert_array_equal(shown["layer"]["b"], params["layer"]["b"])
 
 
-def test_two_of_them_and_frozen_leaves_in_a_partition():
+def test_two_of_them_and_frozen_leaves_in_a_partition(x64):
     labels = {"layer": {"w": "slow", "b": "none"}, "head": "fast"}
     parts = {
         "slow": pace(1e-3, gain="paper"),
@@ -521,10 +523,10 @@ def test_two_of_them_and_frozen_leaves_in_a_partition():
     np.testing.assert_array_equal(shown["layer"]["b"], TREE["layer"]["b"])
     slow, _, slow_shown = run(parts["slow"], TREE)
     fast, _, fast_shown = run(parts["fast"], TREE)
-    close(params["layer"]["w"], slow["layer"]["w"], 1e-6)
-    close(params["head"], fast["head"], 1e-6)
-    close(shown["layer"]["w"], slow_shown["layer"]["w"], 1e-6)
-    close(shown["head"], fast_shown["head"], 1e-6)
+    close(params["layer"]["w"], slow["layer"]["w"])
+    close(params["head"], fast["head"])
+    close(shown["layer"]["w"], slow_shown["layer"]["w"])
+    close(shown["head"], fast_shown["head"])
 
 
 STRONG = {"gain": "uniform", "pullback_strength": 3.0, "weight_decay": 0.5}
@@ -535,14 +537,13 @@ MASKS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, without", [("mask", "weight_decay"), ("pull_mask", "pullback_strength")])
-def test_masks_of_decay_and_of_the_pull(name, without):
+def test_masks_of_decay_and_of_the_pull(name, without, x64):
     everywhere, _, _ = after(**STRONG)
     nowhere, _, _ = after(**STRONG | {without: 0.0})
     assert np.abs(nowhere["head"] - everywhere["head"]).max() > 1e-3
     params, _, shown = after(**STRONG, **{name: MASKS["tree"]})
-    close(params["head"], nowhere["head"], 1e-6)
+    close(params["head"], nowhere["head"])
     same(params["layer"], everywhere["layer"])
     assert np.abs(shown["head"] - params["head"]).max() > 1e-3  # averaged all the same
 
@@ -555,11 +556,10 @@ def test_forms_of_a_mask(form):
     assert spread == {"layer": {"w": True, "b": optax.MaskedNode()}, "head": False}
 
 
-def test_none_in_params_and_extra_arguments_are_passed_over():
+def test_none_in_params_and_extra_arguments_are_passed_over(x64):
     optimizer = pace(1e-2)
-    params = {"w": jnp.ones(2), "absent": None}
-    update = jax.jit(lambda *given: optimizer.update(*given, value=1.0))
-    updates, state = update(params, jax.jit(optimizer.init)(params), params)
+    params = {"w": np.ones((4, 3)), "absent": None}
+    updates, state = optimizer.update(params, optimizer.init(params), params, value=1.0)
     assert updates["absent"] is None and pace_eval_params(state, params)["absent"] is None
 
 
@@ -607,8 +607,8 @@ def test_it_finds_the_minimum(target, kind):
 def test_dtypes_and_shapes_are_kept(dtype):
     optimizer = pace(1e-2, update_every=2)
     params = jnp.asarray([1.0, 2.0], dtype)
-    state = jax.jit(optimizer.init)(params)
-    updates, after = jax.jit(optimizer.update)(params, state, params)
+    state = jax.eval_shape(optimizer.init, params)
+    updates, after = jax.eval_shape(optimizer.update, params, state, params)
     assert (updates.dtype, updates.shape, updates.weak_type) == (params.dtype, (2,), False)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert [(leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(after)] == [
@@ -718,13 +718,24 @@ def test_bad_trees_are_refused():
 # --- Documents ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_documented_example():
     failed, attempted = doctest.testmod(ours)
     assert failed == 0 and attempted > 5
 
 
+@pytest.mark.slow
 def test_importing_leaves_torch_alone():
     code = "import sys, paceline.integrations.optax; print('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.slow
+def test_example_runs_and_its_average_is_better():
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-W", "error", ROOT / "examples" / "optax_example.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    live, average = (float(line.rpartition(" ")[2]) for line in done.stdout.splitlines())
+    assert average < live, done.stderr
