@@ -1,1 +1,1 @@
-"""Our optimizers in the trainers of others: a file each, which imports that trainer and `paceline.optim`."""
+"""Paceline inside the trainers people use: one module for each, imported on its own."""
