@@ -35,6 +35,7 @@ def batch(key, size=32, noise=0.5):
     return x, y + noise * jax.random.normal(errors, y.shape)
 
 
+@jax.jit
 def loss_of(params, data):
     x, y = data
     return jnp.mean((network(params, x) - y) ** 2)
@@ -58,7 +59,7 @@ def step(params, state, key):
 
 
 def main():
-    params = initial(jax.random.key(0))
+    params = jax.jit(initial)(jax.random.key(0))
     state = optimizer.init(params)
     for i in range(STEPS):
         params, state = step(params, state, jax.random.key(i + 1))

@@ -118,7 +118,7 @@ def test_golden_trajectory(case, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["warmup_current", "cosine_uf2_lookahead", "relative_gain", "return_power"])
+@pytest.mark.parametrize("case", ["cosine_uf2_lookahead", "return_power"])
 def test_golden_trajectory_compiled(case, x64, optimized):
     check_golden(case, compiled=True)
 
@@ -143,11 +143,11 @@ def check_golden(case, compiled):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_equals_the_reference(name, x64):
     options = VARIANTS[name]
-    params, gradients = problem(30)
+    params, gradients = problem(12)
     references = [Reference(p, lr=1e-2, **options) for p in params]
     sign = -1.0 if options.get("maximize") else 1.0
     rows, states = trajectory(make(options, 1e-2), params, [sign * g for g in gradients], compiled=False)
-    for i in range(30):
+    for i in range(12):
         step_model(references, [np.asarray(g[i]) for g in gradients])
         for j, reference in enumerate(references):
             close(rows[j][i], reference.live)
@@ -246,6 +246,44 @@ def test_a_leaf_with_nan_spoils_no_other(x64):
         assert all(np.isfinite(leaf).all() for leaf in after[1:])
 
 
+def first_step(gradient, **options):
+    """Params after one step from ones, and the state."""
+    optimizer, params = pace(1e-2, weight_decay=0.0, **options), np.ones((4, 3))
+    updates, state = optimizer.update(gradient, optimizer.init(params), params)
+    return np.asarray(params + updates), state
+
+
+def test_a_nan_in_a_gradient_spoils_its_own_coordinate(x64):
+    gradient = np.ones((4, 3))
+    gradient[0, 0] = np.nan
+    for options in ({}, {"gain": "relative", "pullback_strength": 1.0}):
+        params, _ = first_step(gradient, **options)
+        assert np.isnan(params).sum() == 1
+
+
+@pytest.mark.parametrize("limit", [1.0, float("inf")])
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e200])
+def test_no_nan_of_an_infinite_strength(size, limit, x64):
+    """Of an infinite gain and no gap, or of an infinite strength over an infinite √v̂."""
+    options = {"gain": "paper", "pullback_strength": float("inf"), "max_gain": limit}
+    params, state = first_step(np.full((4, 3), size), **options)
+    assert np.isfinite(params).all() and np.isfinite(state.average).all()
+
+
+def test_power_0_forgets_an_average_that_was_infinite(x64):
+    optimizer = pace(1e-2, gain="paper", pullback_strength=0.0, ema_power=0.0)
+    state = optimizer.init(TREE)._replace(count=jnp.asarray(3, jnp.int32))
+    state = state._replace(average=jax.tree.map(lambda leaf: np.full_like(leaf, np.inf), TREE))
+    _, state = optimizer.update(TREE, state, TREE)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.average))
+
+
+def test_the_first_step_in_float32_is_of_the_length_of_the_learning_rate():
+    """1 − 0.999 in float32 would be off by 1e-5."""
+    params, _ = stepper(pace(1.0, weight_decay=0.0))(jnp.zeros(3), pace().init(jnp.zeros(3)), jnp.ones(3))
+    close(params, -np.ones(3), 5e-7)
+
+
 @pytest.mark.parametrize("options", [{}, {"gain": "paper", "pullback_strength": float("inf")}])
 def test_lr_0_moves_and_pulls_nothing(options, x64):
     params, gradients = problem(5)
@@ -296,6 +334,8 @@ def test_the_average_is_of_the_params_as_they_are_rounded(dtype, optimized):
     for i in range(3):
         params, state = step(params, state, jnp.asarray(np.random.default_rng(i).normal(size=1000), dtype))
         np.testing.assert_array_equal(state.average, np.asarray(params, np.float32))
+    # Not every compiler drops casts; that none may is seen in what it is given.
+    assert "reduce_precision" in str(jax.make_jaxpr(optimizer.update)(params, state, params))
 
 
 def test_bfloat16_params_do_not_stop_the_average():
@@ -308,11 +348,18 @@ def test_bfloat16_params_do_not_stop_the_average():
 
 
 def test_still_weights_have_a_still_average():
+    """At one small rate: what its shares have beyond 1 would add up to 3e-8 / rate."""
     optimizer = pace(1e-2, weight_decay=0.0)
-    params = jnp.asarray([0.1, 0.3, 0.7], jnp.float32)
-    _, state = final(optimizer, params, jnp.zeros((2000, 3), jnp.float32))
-    close(state.average, params, 1e-6)
-    close(state.returned, params, 1e-6)
+    params = jnp.asarray(np.random.default_rng(0).normal(size=100), jnp.float32)
+
+    def step(state, _):
+        _, state = optimizer.update(jnp.zeros_like(params), state, params)
+        return state._replace(count=state.count - 1), None
+
+    many_steps = jax.jit(lambda state: jax.lax.scan(step, state, length=20_000)[0])
+    for late in (9_000, 20_000, 33_333):
+        state = many_steps(optimizer.init(params)._replace(count=jnp.asarray(late, jnp.int32)))
+        np.testing.assert_allclose(state.returned, params, rtol=3e-7)
 
 
 def test_dtypes_of_the_state(x64):
