@@ -216,8 +216,9 @@ class Twin:
         self.take_live(reading.live)
         self.average = _array(reading.average, self.spoiled_average)
         self.returned = _array(reading.returned, self.spoiled_average)
-        if reading.exp_avg is not None:
+        if reading.exp_avg is not None:  # without momentum it is not kept
             self.m = _array(reading.exp_avg, self.spoiled_moments)
+        if reading.exp_avg_sq is not None:
             self.v = _array(reading.exp_avg_sq, self.spoiled_moments)
         self.size = np.maximum(np.abs(self.live), np.maximum(np.abs(self.average), np.abs(self.returned)))
         self.size_m = np.abs(self.m)
@@ -282,11 +283,12 @@ class Twin:
     def check(self, reading: Reading) -> None:
         assert reading.step.item() == self.t and reading.step.dtype == torch.float64
         _check_close("live", reading.live, self.live, self.spoiled_live, self.limit * self.size)
-        if reading.exp_avg is None:
+        if reading.exp_avg_sq is None:
             assert self.t == 0
         else:
             spoiled = self.spoiled_moments
-            _check_close("exp_avg", reading.exp_avg, self.m, spoiled, self.limit * self.size_m)
+            if reading.exp_avg is not None:
+                _check_close("exp_avg", reading.exp_avg, self.m, spoiled, self.limit * self.size_m)
             _check_close("exp_avg_sq", reading.exp_avg_sq, self.v, spoiled, self.limit * self.v)
         if self.seeded:
             spoiled = self.spoiled_average
@@ -517,9 +519,10 @@ class Machine(RuleBasedStateMachine):
             old, twin.returned = old._replace(returned=old.average), twin.average.copy()
         twin.has_returned = self.settings_of(i)["return_power"] is not None
         new = old._replace(average=old.average.to(average_dtype), returned=old.returned.to(average_dtype))
-        if old.exp_avg is not None:
+        if old.exp_avg_sq is not None:
             new = new._replace(
-                exp_avg=old.exp_avg.to(parameter.dtype), exp_avg_sq=old.exp_avg_sq.to(parameter.dtype)
+                exp_avg=None if old.exp_avg is None else old.exp_avg.to(parameter.dtype),
+                exp_avg_sq=old.exp_avg_sq.to(parameter.dtype),
             )
         self.readings[i] = new
         was_cast = any(a is not b for a, b in zip(old, new, strict=True))
@@ -824,7 +827,8 @@ class Machine(RuleBasedStateMachine):
             assert (parameter in shown) == twin.seeded
             assert not twin.seeded or same_bits(reading.returned, shown[parameter].detach())
             if i in self.stepped:
-                assert reading.exp_avg.dtype == reading.exp_avg_sq.dtype == parameter.dtype
+                kept = [value for value in (reading.exp_avg, reading.exp_avg_sq) if value is not None]
+                assert kept and all(value.dtype == parameter.dtype for value in kept)
                 assert reading.average.dtype == reading.returned.dtype == AVERAGE_DTYPE[parameter.dtype]
         for group, chosen in enumerate(self.settings):
             own = self.subject.settings_of(self.optimizer, group)
