@@ -32,7 +32,8 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(PYTEST) -m "not slow and not long"
+	# Integrations import the trainers that they are for, which takes longer than many tests: make test has them.
+	$(PYTEST) -m "not slow and not long" --ignore=tests/integrations --ignore=src/paceline/integrations
 
 bench: $(READY)
 	$(BIN)/paceline bench --out demo-output/bench
