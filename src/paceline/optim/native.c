@@ -46,13 +46,13 @@ enum { NO_PULL, OVER_DENOMINATOR, UNIFORM };
 static inline __attribute__((always_inline)) void
 advance(const int count, float *restrict live, const float *restrict grad, float *restrict exp_avg,
         float *restrict exp_avg_sq, float *restrict average, float *restrict returned, float *restrict lanes,
-        const Scalars *restrict s, const int pull, const int lookahead, const int averages)
+        const Scalars *restrict s, const int usual, const int pull, const int lookahead, const int averages)
 {
     float p[LINE], g[LINE], m[LINE], v[LINE], a[LINE], r[LINE], inverse[LINE], new[LINE];
     for (int i = 0; i < count; i++) p[i] = live[i];
-    for (int i = 0; i < count; i++) g[i] = grad[i] * s->sign;
+    for (int i = 0; i < count; i++) g[i] = usual ? grad[i] : grad[i] * s->sign;
     /* Without momentum the first moment is the gradient, and new_m is 1. */
-    if (exp_avg)
+    if (usual || exp_avg)
         for (int i = 0; i < count; i++) m[i] = exp_avg[i];
     else
         for (int i = 0; i < count; i++) m[i] = g[i];
@@ -83,7 +83,7 @@ advance(const int count, float *restrict live, const float *restrict grad, float
         for (int i = 0; i < count; i++) r[i] = MOVED(r[i], s->keep_returned, s->move_returned);
 
     for (int i = 0; i < count; i++) live[i] = new[i];
-    if (exp_avg)
+    if (usual || exp_avg)
         for (int i = 0; i < count; i++) exp_avg[i] = m[i];
     for (int i = 0; i < count; i++) exp_avg_sq[i] = v[i];
     if (pull == OVER_DENOMINATOR)
@@ -124,16 +124,16 @@ static inline Range blocks_between(int64_t begin, int64_t end, int64_t offset, i
 }
 
 static inline __attribute__((always_inline)) void
-walk(const Tensor *t, Range range, const Scalars *s, double *sums, const int pull, const int lookahead,
-     const int averages)
+walk(const Tensor *t, Range range, const Scalars *s, double *sums, const int usual, const int pull,
+     const int lookahead, const int averages)
 {
-#define ARRAYS \
-    t->live + i, t->grad + i, t->exp_avg ? t->exp_avg + i : 0, t->exp_avg_sq + i, t->average + i, t->returned + i
+#define MOMENT usual || t->exp_avg ? t->exp_avg + i : 0
+#define ARRAYS t->live + i, t->grad + i, MOMENT, t->exp_avg_sq + i, t->average + i, t->returned + i
     for (int64_t block = range.first; block < range.last; block++) {
         float lanes[LINE] = {0};
         int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
-        for (; i + LINE <= last; i += LINE) advance(LINE, ARRAYS, lanes, s, pull, lookahead, averages);
-        for (; i < last; i++) advance(1, ARRAYS, lanes, s, pull, lookahead, averages);
+        for (; i + LINE <= last; i += LINE) advance(LINE, ARRAYS, lanes, s, usual, pull, lookahead, averages);
+        for (; i < last; i++) advance(1, ARRAYS, lanes, s, usual, pull, lookahead, averages);
         if (pull == OVER_DENOMINATOR) sums[block] = total(lanes);
     }
 }
@@ -148,8 +148,11 @@ paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, 
     int64_t offset = 0;
     for (int64_t k = 0; k < count && offset < end; k++) {
         Range range = blocks_between(begin, end, offset, tensors[k].elements);
+        /* To maximize, to clip, or to go without momentum is rare, and one of a kind, several times slower, is
+         * enough for it: each takes a third of a second to build. */
+        if (s.sign != 1 || !tensors[k].exp_avg) walk(&tensors[k], range, &s, sums, 0, pull, lookahead, averages);
 #define CASE(P, L, A) \
-        if (pull == P && lookahead == L && averages == A) walk(&tensors[k], range, &s, sums, P, L, A);
+        else if (pull == P && lookahead == L && averages == A) walk(&tensors[k], range, &s, sums, 1, P, L, A);
         CASE(NO_PULL, 0, 0) CASE(NO_PULL, 0, 1) CASE(NO_PULL, 0, 2)
         CASE(UNIFORM, 0, 1) CASE(UNIFORM, 0, 2) CASE(UNIFORM, 1, 1) CASE(UNIFORM, 1, 2)
         CASE(OVER_DENOMINATOR, 0, 1) CASE(OVER_DENOMINATOR, 0, 2)
