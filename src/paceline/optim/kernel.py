@@ -73,20 +73,11 @@ def _at_random(value, noise):
 
 
 @triton.jit
-def _load_bits(address, first, offsets, count, OF: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    start = address.to(tl.pointer_type(OF)) + first
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
-    if MASKED:
-        return tl.load(start + offsets, mask=offsets < count - first, other=0).to(tl.int32)
-    return tl.load(start + offsets).to(tl.int32)
-
-
-@triton.jit
 def _joined(live_at, rest_at, first, offsets, count, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
     """Weights of which bfloat16 has one half, and the rest the other."""
-    upper = _load_bits(live_at, first, offsets, count, tl.int16, ALIGNED, MASKED) << 16
-    rest = _load_bits(rest_at, first, offsets, count, tl.int16, ALIGNED, MASKED)
+    # 16 bits, which float32 holds whole.
+    upper = _load(live_at, first, offsets, count, tl.int16, ALIGNED, MASKED).to(tl.int32) << 16
+    rest = _load(rest_at, first, offsets, count, tl.int16, ALIGNED, MASKED).to(tl.int32)
     rest = tl.where(((upper & 0x7FFFFFFF) == 0) & (rest < 0), 0, rest)  # as storage.py says
     return (upper + rest).to(tl.float32, bitcast=True)
 
