@@ -51,7 +51,7 @@ clean:
 	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(READY): $(DEMO)
-	$(INSTALL) ".[save,compare,theory,gguf,data,huggingface]" --group dev
+	$(INSTALL) ".[save,compare,theory,gguf,data,huggingface,optax,lightning]" --group dev
 	touch $(READY)
 
 $(DEMO): pyproject.toml constraints.txt
