@@ -1748,11 +1748,9 @@ WEIGHTS = [
         "    if True:\n        yield\n    if True:\n        _in_block",
         (f"{_WEIGHTS}::test_an_exception_in_the_block_restores_live",),
     ),
-    Mutant(
-        "weights-blocks-nest", "weights.py", "    if in_block(optimizer):\n", "    if False:\n", (_REFUSED,)
-    ),
-    Mutant("weights-block-not-known", "weights.py", "    _in_block.add(optimizer)\n", "", (_REFUSED,)),
-    Mutant("weights-block-never-left", "weights.py", "        _in_block.discard(optimizer)\n", "", (_SWAPS,)),
+    Mutant("weights-blocks-nest", "weights.py", "    if in_block(keeper):\n", "    if False:\n", (_REFUSED,)),
+    Mutant("weights-block-not-known", "weights.py", "    _in_block.add(keeper)\n", "", (_REFUSED,)),
+    Mutant("weights-block-never-left", "weights.py", "        _in_block.discard(keeper)\n", "", (_SWAPS,)),
     Mutant(
         "weights-block-ends-eval",
         "weights.py",

@@ -5,6 +5,7 @@ import sys
 import textwrap
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,6 +311,24 @@ def test_other_optimizers_are_refused_in_plain_words():
         pass
     with pytest.raises(TypeError, match="AdamW keeps no average"):
         reset_average(adamw)
+
+
+def test_the_optimizer_is_found_inside_a_trainers_wrapper():
+    """Accelerate, Fabric and others hand out one with the optimizer as its attribute; and one around that."""
+    model, optimizer = trained()
+    wrapper = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
+    inside = averaged_state_dict(model, wrapper)
+    with averaged_weights(wrapper):
+        assert_same_bits(dict(model.state_dict()), inside)
+        with pytest.raises(RuntimeError, match="inside"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="do not nest"), averaged_weights(optimizer):
+            pass
+    with (
+        pytest.raises(TypeError, match="SimpleNamespace keeps no average"),
+        averaged_weights(SimpleNamespace()),
+    ):
+        pass
 
 
 # --- Models ---------------------------------------------------------------------------------------

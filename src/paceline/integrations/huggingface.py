@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from paceline.optim import PACE, save_averaged
-from paceline.optim.weights import KeepsAverage, keeper_of
+from paceline.optim.weights import keeper_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class AveragedModelCallback(TrainerCallback):
     ) -> None:
         """Put live back: a checkpoint may be saved next, without another event before it."""
         if self._training:
-            _keeper(kwargs["optimizer"]).train()
+            keeper_of(kwargs["optimizer"]).train()
 
     def on_predict(
         self,
@@ -117,7 +116,7 @@ class AveragedModelCallback(TrainerCallback):
         # and then leaves out the one in the checkpoint itself.
         is_adapter = (checkpoint / "adapter_config.json").is_file()
         inside = partial / "default" if is_adapter else partial
-        save_averaged(kwargs["model"], _keeper(kwargs["optimizer"]), inside)
+        save_averaged(kwargs["model"], keeper_of(kwargs["optimizer"]), inside)
         if state.is_world_process_zero:
             if kwargs["processing_class"] is not None:
                 kwargs["processing_class"].save_pretrained(inside)
@@ -137,7 +136,7 @@ class AveragedModelCallback(TrainerCallback):
             of = best.name
             saved = torch.load(best / "optimizer.pt", map_location="cpu", weights_only=True)
             optimizer.load_state_dict(saved)
-        _keeper(optimizer).eval()
+        keeper_of(optimizer).eval()
         self._training = False
         if state.is_world_process_zero:
             logger.warning(
@@ -147,20 +146,13 @@ class AveragedModelCallback(TrainerCallback):
             )
 
 
-def _keeper(optimizer: Optimizer) -> KeepsAverage:
-    """Our optimizer, inside Accelerate's."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return keeper_of(optimizer)
-
-
 def _refusal(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) -> str | None:
     """Why this run cannot be evaluated on and end with its average, if it cannot."""
     if isinstance(optimizer, DeepSpeedOptimizerWrapper):
         return "DeepSpeed trains flattened copies of the parameters, whose average it hides; use DDP"
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return "FSDP1 hides the parameters; use DDP"
-    keeper = _keeper(optimizer)
+    keeper = keeper_of(optimizer)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(isinstance(parameter, DTensor) for parameter in trained):
         # Accelerate shards after the optimizer was made, and leaves it the state of the whole parameters.

@@ -37,14 +37,19 @@ class KeepsAverage(Protocol):
 
 
 def keeper_of(optimizer: object) -> KeepsAverage:
-    """The optimizer, if it keeps an average; TypeError in the user's words if not."""
-    if not isinstance(optimizer, KeepsAverage):
+    """The optimizer that keeps an average: this one, or the one inside, of which trainers make a wrapper.
+
+    TypeError in the user's words if there is none.
+    """
+    inside: object = optimizer
+    while not isinstance(inside, KeepsAverage) and hasattr(inside, "optimizer"):
+        inside = inside.optimizer
+    if not isinstance(inside, KeepsAverage):
         raise TypeError(
-            f"{type(optimizer).__name__} keeps no average of its parameters; pass the paceline optimizer "
-            "itself (of a wrapper, usually its .optimizer), e.g. paceline.PACE(..., pullback_strength=0) "
-            "for AdamW with an EMA"
+            f"{type(inside).__name__} keeps no average of its parameters; pass an optimizer of paceline, "
+            "e.g. paceline.PACE(..., pullback_strength=0) for AdamW with an EMA"
         )
-    return optimizer
+    return inside
 
 
 # --- Showing the average --------------------------------------------------------------------------
@@ -83,15 +88,15 @@ def averaged_weights(optimizer: "torch.optim.Optimizer | KeepsAverage") -> Itera
     True
     """
     keeper = keeper_of(optimizer)
-    if in_block(optimizer):
+    if in_block(keeper):
         raise RuntimeError("averaged_weights is already active for this optimizer; blocks do not nest")
     was_shown = keeper.shows_average()  # by eval(): the block then leaves it so
     keeper.eval()
-    _in_block.add(optimizer)
+    _in_block.add(keeper)
     try:
         yield
     finally:
-        _in_block.discard(optimizer)
+        _in_block.discard(keeper)
         if not was_shown:
             keeper.train()
 
