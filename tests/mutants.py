@@ -71,6 +71,8 @@ _BEFORE_FIRST = f"{_STATE}::test_weights_changed_before_the_first_step_count"
 _RESET = f"{_STATE}::test_reset_average_starts_again_from_live"
 _COPIES = f"{_STATE}::test_copies_go_on_alike_and_share_nothing"
 _CAST = f"{_STATE}::test_state_follows_a_model_that_is_cast"
+_FOLLOWS = f"{_STATE}::test_state_follows_parameters_that_replace_others_before_the_first_step"
+_TOLD = f"{_WEIGHTS}::test_whoever_computes_with_copies_is_told"
 _CAST_SHOWN = f"{_STATE}::test_a_cast_while_shown_does_not_touch_the_average"
 _MISFIT = f"{_LOADING}::test_a_state_that_does_not_fit_changes_nothing"
 _FROM_ADAMW = f"{_LOADING}::test_an_adamw_checkpoint_goes_on_with_averages_from_the_loaded_weights"
@@ -1360,8 +1362,8 @@ AVERAGING = [
     Mutant(
         "averaging-step-leaves-the-average-underneath",
         "averaging.py",
-        "            self._inner.train()\n\n    def _seed_again",
-        "            pass\n\n    def _seed_again",
+        "            self._inner.train()\n        # Whoever",
+        "            pass\n        # Whoever",
         (f"{_WRAPPERS}::test_averages_begin_with_live_also_if_the_inner_average_was_shown",),
     ),
     Mutant(
@@ -1521,8 +1523,8 @@ AVERAGING = [
     Mutant(
         "averaging-reset-in-a-block",
         "averaging.py",
-        "    weights.keeper_of(optimizer).train()\n",
-        "",
+        "    keeper.train()\n    if not isinstance",
+        "    if not isinstance",
         (_RESET, _REFUSED),
     ),
     Mutant(
@@ -1747,6 +1749,48 @@ WEIGHTS = [
         "    try:\n        yield\n    finally:\n        _in_block",
         "    if True:\n        yield\n    if True:\n        _in_block",
         (f"{_WEIGHTS}::test_an_exception_in_the_block_restores_live",),
+    ),
+    Mutant(
+        "averaging-state-dict-does-not-follow",
+        "averaging.py",
+        "        self._follow_groups()\n        with self.register",
+        "        with self.register",
+        (_FOLLOWS,),
+    ),
+    Mutant(
+        "averaging-step-does-not-follow",
+        "averaging.py",
+        "any(first not in self._memory for first in firsts)",
+        "False",
+        (_FOLLOWS,),
+    ),
+    Mutant(
+        "averaging-forgets-what-was-trained",
+        "averaging.py",
+        "            if not is_seeded(self._memory[parameter]):\n                del",
+        "            if True:\n                del",
+        (f"{_STATE}::test_what_steps_were_taken_with_stays_for_parameters_that_are_put_back",),
+    ),
+    Mutant(
+        "averaging-show-tells-nobody",
+        "averaging.py",
+        "            if self.after_exchange is not None:\n                self.after_exchange()\n        except",
+        "        except",
+        (_TOLD,),
+    ),
+    Mutant(
+        "averaging-live-back-tells-nobody",
+        "averaging.py",
+        '        self._mark("live")\n        if self.after_exchange is not None:',
+        '        self._mark("live")\n        if False:',
+        (_TOLD,),
+    ),
+    Mutant(
+        "weights-not-found-inside",
+        "weights.py",
+        'not isinstance(inside, KeepsAverage) and hasattr(inside, "optimizer")',
+        "False",
+        (f"{_WEIGHTS}::test_the_optimizer_is_found_inside_a_trainers_wrapper",),
     ),
     Mutant("weights-blocks-nest", "weights.py", "    if in_block(keeper):\n", "    if False:\n", (_REFUSED,)),
     Mutant("weights-block-not-known", "weights.py", "    _in_block.add(keeper)\n", "", (_REFUSED,)),

@@ -3,14 +3,13 @@
 import gc
 import logging
 import os
-import re
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:mtime may not be reliable"),
 ]
 
-ROOT = Path(__file__).parents[2]
 DATA = [
     {"input_ids": row, "labels": row}
     for row in torch.randint(32, (48, 8), generator=torch.Generator().manual_seed(1))
@@ -391,7 +389,8 @@ def test_what_would_not_end_with_the_average_is_refused_before_the_first_step(tm
     begin = AveragedModelCallback().on_train_begin
     optimizer = AcceleratedOptimizer(PACE(model.parameters()))
     adamw = AcceleratedOptimizer(torch.optim.AdamW(model.parameters()))
-    deepspeed = DeepSpeedOptimizerWrapper(object())
+    engine = SimpleNamespace(optimizer=PACE(model.parameters()), param_groups=[])
+    deepspeed = DeepSpeedOptimizerWrapper(engine)
     begin(trainer.args, trainer.state, trainer.control, model=model, optimizer=optimizer)
 
     def assert_refused(reason, model=model, optimizer=optimizer, error=ValueError, **changes):
@@ -404,7 +403,7 @@ def test_what_would_not_end_with_the_average_is_refused_before_the_first_step(tm
         sharded = llama()
         fully_shard(sharded, mesh=mesh)
         assert_refused("sharded by FSDP2", model=sharded, optimizer=PACE(sharded.parameters()))
-    assert_refused("DeepSpeed trains flattened copies", optimizer=deepspeed)
+    assert_refused("hides the parameters.*use ZeRO stage 1 or 2", optimizer=deepspeed)
     assert_refused("PACE trains parameters that are not the model's own", model=llama())
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     assert_refused("save_only_model=True: the best average is loaded", save_only_model=True, **best)
@@ -523,10 +522,3 @@ def test_two_processes(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_example_runs(capsys):
-    runpy.run_path(str(ROOT / "examples" / "huggingface.py"), run_name="__main__")
-    losses = dict(re.findall(r"(\w+): loss ([\d.]+)", capsys.readouterr().out))
-    assert float(losses["returned"]) == float(losses["average"]) < float(losses["live"])

@@ -777,12 +777,3 @@ def test_importing_leaves_torch_alone():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == "False", done.stderr
-
-
-@pytest.mark.slow
-def test_example_runs_and_its_average_is_better():
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-W", "error", ROOT / "examples" / "optax_example.py"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    live, average = (float(line.rpartition(" ")[2]) for line in done.stdout.splitlines())
-    assert average < live, done.stderr

@@ -210,6 +210,31 @@ def fsdp2_skip(folder):
         assert optimizer.state[model[0].weight]["step"].item() == 2
 
 
+def fsdp2_made_before(folder):
+    """An optimizer made for the whole model, whose groups are then given the parts, as Accelerate does it:
+    state follows, that of the whole is gone, and a checkpoint can be loaded before the first step."""
+
+    def made_before():
+        model = make_model()
+        optimizer = make_optimizer(model)
+        shard(model)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        return model, optimizer
+
+    model, optimizer = made_before()
+    train(model, optimizer, range(5), my_share())
+    assert set(optimizer.state) == set(model.parameters())
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "made-before")
+    again, resumed = made_before()
+    weights, state = get_state_dict(again, resumed)
+    assert set(resumed.state) == set(again.parameters())
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / "made-before")
+    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state)
+    train(again, resumed, range(5, STEPS), my_share())
+    assert_like_alone(again, resumed)
+
+
 def fsdp2_dcp(folder):
     """A checkpoint of FSDP2 resumes bit for bit; AdamW's comes in through an AdamW."""
     model = shard(make_model())

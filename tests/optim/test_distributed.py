@@ -13,7 +13,8 @@ RANKS = 2
 
 SCENARIOS = (
     *("ddp", "fsdp2_loop", "fsdp2_foreach", "fsdp2_relative", "fsdp2_scaled"),
-    *("fsdp2_fused", "fsdp2_clipped", "fsdp2_skip", "fsdp2_dcp", "fsdp2_residuals", "unwritable"),
+    *("fsdp2_fused", "fsdp2_clipped", "fsdp2_skip", "fsdp2_dcp", "fsdp2_made_before", "fsdp2_residuals"),
+    "unwritable",
 )
 
 

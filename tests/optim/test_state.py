@@ -356,3 +356,35 @@ def test_a_step_count_carried_over_by_hand_counts_on():
     }
     advance(optimizer, [parameter], [[torch.ones(2)]] * 2)
     assert optimizer.state[parameter]["step"].item() == 2**24 + 2
+
+
+@pytest.mark.parametrize("first", ["step", "state_dict"])
+def test_state_follows_parameters_that_replace_others_before_the_first_step(first):
+    """As trainers do who shard a model after its optimizer was made. Of the others nothing is kept alive."""
+    gone = make_parameters()
+    optimizer = PACE(gone, lr=0.1)
+    others = [weakref.ref(parameter) for parameter in gone]
+    parameters = make_parameters()
+    optimizer.param_groups[0]["params"] = parameters
+    del gone
+    same = make_parameters()
+    plain = PACE(same, lr=0.1)
+    if first == "state_dict":
+        assert optimizer.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+    advance(optimizer, parameters, make_gradients(steps=3))
+    advance(plain, same, make_gradients(steps=3))
+    gc.collect()
+    assert all(other() is None for other in others)
+    assert set(optimizer.state) == set(parameters)
+    assert_same_bits(everything(optimizer), everything(plain))
+
+
+def test_what_steps_were_taken_with_stays_for_parameters_that_are_put_back():
+    parameters, others = make_parameters(), make_parameters(seed=2)
+    optimizer = PACE(parameters, lr=0.1)
+    advance(optimizer, parameters, make_gradients(steps=2))
+    before = everything(optimizer)
+    optimizer.param_groups[0]["params"] = others
+    advance(optimizer, others, make_gradients(steps=1))
+    optimizer.param_groups[0]["params"] = parameters
+    assert_same_bits(before, everything(optimizer))

@@ -331,6 +331,21 @@ def test_the_optimizer_is_found_inside_a_trainers_wrapper():
         pass
 
 
+def test_whoever_computes_with_copies_is_told():
+    """DeepSpeed trains flat copies of the weights; the model gets what they hold after each exchange."""
+    model, optimizer = trained()
+    copies = [p.detach().clone() for p in model.parameters()]
+
+    def follow():
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.copy_(parameter.detach())
+
+    optimizer.after_exchange = follow
+    for exchange in (optimizer.eval, optimizer.train):
+        exchange()
+        assert all(torch.equal(c, p) for c, p in zip(copies, model.parameters(), strict=True)), exchange
+
+
 # --- Models ---------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from paceline.optim import PACE, save_averaged
+from paceline.optim import PACE, averaged_weights, save_averaged
 from paceline.optim.weights import keeper_of
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ class AveragedModelCallback(TrainerCallback):
     * After training the model holds the average, that of the best checkpoint with
       `load_best_model_at_end`: this is what `trainer.evaluate()` and `trainer.save_model()` use.
 
-    For any optimizer of paceline, on one device or under DDP. DeepSpeed and FSDP are refused.
+    For any optimizer of paceline, on one device, under DDP and under DeepSpeed's ZeRO-1 and 2, which is for
+    gains of each weight alone (`gain="paper"`). ZeRO-3 and FSDP are refused.
 
     .. code-block:: python
 
@@ -84,6 +85,10 @@ class AveragedModelCallback(TrainerCallback):
         reason = _refusal(args, kwargs["model"], kwargs["optimizer"])
         if reason:
             raise ValueError(f"AveragedModelCallback: {reason}")
+        zero = _zero_of(kwargs["optimizer"])
+        if zero is not None:
+            # What is trained is a flat copy, of which each rank has a part; the model is to have the whole.
+            keeper_of(zero).after_exchange = zero.update_lp_params  # type: ignore[attr-defined]
         self._training = True
 
     def on_evaluate(
@@ -116,7 +121,12 @@ class AveragedModelCallback(TrainerCallback):
         # and then leaves out the one in the checkpoint itself.
         is_adapter = (checkpoint / "adapter_config.json").is_file()
         inside = partial / "default" if is_adapter else partial
-        save_averaged(kwargs["model"], keeper_of(kwargs["optimizer"]), inside)
+        if _zero_of(kwargs["optimizer"]) is None:
+            save_averaged(kwargs["model"], kwargs["optimizer"], inside)
+        else:
+            with averaged_weights(kwargs["optimizer"]):  # on every rank: it is collective
+                if state.is_world_process_zero:
+                    kwargs["model"].save_pretrained(inside)
         if state.is_world_process_zero:
             if kwargs["processing_class"] is not None:
                 kwargs["processing_class"].save_pretrained(inside)
@@ -131,11 +141,13 @@ class AveragedModelCallback(TrainerCallback):
         optimizer: Optimizer = kwargs["optimizer"]
         of = "the last step"
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            # The Trainer has loaded the live weights of that checkpoint; its average goes with them.
             best = Path(state.best_model_checkpoint)
             of = best.name
-            saved = torch.load(best / "optimizer.pt", map_location="cpu", weights_only=True)
-            optimizer.load_state_dict(saved)
+            # The Trainer has loaded the live weights of that checkpoint; its average goes with them. (Under
+            # DeepSpeed both are loaded.)
+            if _zero_of(optimizer) is None:
+                saved = torch.load(best / "optimizer.pt", map_location="cpu", weights_only=True)
+                optimizer.load_state_dict(saved)
         keeper_of(optimizer).eval()
         self._training = False
         if state.is_world_process_zero:
@@ -146,16 +158,21 @@ class AveragedModelCallback(TrainerCallback):
             )
 
 
+def _zero_of(optimizer: Optimizer) -> Any:
+    """DeepSpeed's optimizer around ours, if there is one."""
+    return optimizer.optimizer if isinstance(optimizer, DeepSpeedOptimizerWrapper) else None
+
+
 def _refusal(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) -> str | None:
     """Why this run cannot be evaluated on and end with its average, if it cannot."""
-    if isinstance(optimizer, DeepSpeedOptimizerWrapper):
-        return "DeepSpeed trains flattened copies of the parameters, whose average it hides; use DDP"
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return "FSDP1 hides the parameters; use DDP"
     keeper = keeper_of(optimizer)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    zero = _zero_of(optimizer)
+    if zero is not None:
+        return _refusal_under_deepspeed(zero)
     if any(isinstance(parameter, DTensor) for parameter in trained):
-        # Accelerate shards after the optimizer was made, and leaves it the state of the whole parameters.
         return "parameters sharded by FSDP2 are not supported in the Trainer yet; use DDP"
     if {*map(id, trained)} - {*map(id, model.parameters())}:
         return f"{type(keeper).__name__} trains parameters that are not the model's own"
@@ -164,4 +181,21 @@ def _refusal(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) ->
             "load_best_model_at_end=True with save_only_model=True: the best average is loaded from "
             "optimizer.pt, which is then not saved"
         )
+    return None
+
+
+def _refusal_under_deepspeed(zero: Any) -> str | None:
+    if not hasattr(zero, "update_lp_params"):
+        return (
+            f"DeepSpeed's {type(zero).__name__} hides the parameters, so that the model could not be given "
+            "their average; use ZeRO stage 1 or 2, or DDP"
+        )
+    for group in zero.param_groups:
+        wanted = [f'gain="{group["gain"]}"'] if group.get("gain") in ("scaled", "relative") else []
+        wanted += [name for name in ("max_grad_norm", "skip_nonfinite") if group.get(name)]
+        if wanted and group.get("pullback_strength") != 0:
+            return (
+                f"{wanted[0]} needs sums over the whole model, of which DeepSpeed shows a rank its own part "
+                'only; use pace_for_trainer(args, gain="paper"), and clip by TrainingArguments'
+            )
     return None

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ class Averaging(Optimizer, ABC):
     # An optimizer of this kind underneath, or around this one: only one of them may show an average.
     _inner: "Averaging | None" = None
     _outer: "Averaging | None" = None
+    # For whoever computes with copies of our parameters: called when those have changed places with averages.
+    after_exchange: Callable[[], None] | None = None
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         # Live weights that came with a loaded state, until the first step after it, and the name of
@@ -137,6 +139,8 @@ class Averaging(Optimizer, ABC):
             for tensor, state in list(self._remembered()):
                 if is_seeded(state):
                     self._show(name, tensor, state)
+            if self.after_exchange is not None:
+                self.after_exchange()
         except BaseException:
             self._put_live_back()
             raise
@@ -167,6 +171,8 @@ class Averaging(Optimizer, ABC):
             if "live" in state:
                 self._hide(tensor, state)
         self._mark("live")
+        if self.after_exchange is not None:
+            self.after_exchange()
 
     def _notice_stale_load(self) -> bool:
         """Whether a model checkpoint made of the average was loaded over live weights that came with ours.
@@ -209,6 +215,29 @@ class Averaging(Optimizer, ABC):
         self._put_live_back()
         if self._inner is not None:
             self._inner.train()
+        # Whoever replaces parameters replaces all of a group.
+        firsts = [group["params"][0] for group in self.param_groups if group["params"]]
+        if not torch.compiler.is_compiling() and any(first not in self._memory for first in firsts):
+            self._follow_groups()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _follow_groups(self) -> None:
+        """Give state to parameters put into the groups in place of others, which sharding a model does.
+
+        Of those others all that was allocated is dropped, and with it the last that keeps them alive; but
+        what steps were taken with stays, for the user may put them back.
+        """
+        members = dict.fromkeys(self._members())
+        for parameter in [other for other in self._memory if other not in members]:
+            if not is_seeded(self._memory[parameter]):
+                del self._memory[parameter]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._memory:
+                    entry = self._take_in(parameter, None, group)
+                    if entry is not None:
+                        self._memory[parameter] = entry
 
     def _seed_again(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Take averages anew where a reset or a load asked for it."""
@@ -225,6 +254,7 @@ class Averaging(Optimizer, ABC):
         self._notice_stale_load()
         if self._inner is not None:
             self._inner._notice_stale_load()
+        self._follow_groups()
         with self.register_state_dict_post_hook(_settle, prepend=True):
             self._refresh_unseeded()
             return super().state_dict()
@@ -305,10 +335,11 @@ def reset_average(optimizer: Optimizer) -> None:
     >>> optimizer = paceline.PACE(model.parameters())
     >>> paceline.reset_average(optimizer)
     """
-    weights.keeper_of(optimizer).train()
-    if not isinstance(optimizer, Averaging):
-        raise TypeError(f"reset_average takes the optimizer itself, not {type(optimizer).__name__}")
-    for _, state in optimizer._remembered():
+    keeper = weights.keeper_of(optimizer)
+    keeper.train()
+    if not isinstance(keeper, Averaging):
+        raise TypeError(f"reset_average takes the optimizer itself, not {type(keeper).__name__}")
+    for _, state in keeper._remembered():
         state["unseeded"] = torch.tensor(True)
 
 

@@ -1,0 +1,45 @@
+"""Every file of examples/, run as a reader would, in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def returned_is_the_average_and_better(losses):
+    assert losses["returned"] == losses["average"] < losses["live"]
+
+
+def average_is_better(losses):
+    assert losses["average"] < losses["live"]
+
+
+# Name of the file → how it is run, and what has to hold for the last number after each word that it prints.
+EXPECTED = {
+    "plain_loop.py": ((), returned_is_the_average_and_better),
+    "huggingface.py": ((), returned_is_the_average_and_better),
+    "trl_sft.py": ((), lambda losses: losses["returned"] < 1.5),  # 3.1 before training
+    "fsdp2.py": (TORCHRUN, lambda losses: losses["average"] < 2),
+    "optax_example.py": ((), average_is_better),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_example(path, tmp_path):
+    launcher, holds = EXPECTED[path.name]
+    assert len(path.read_text().splitlines()) < 80
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, path], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(returned|average|live)(?: weights)?:? (?:loss )?(\d+\.\d+)", done.stdout)
+    assert holds({word: float(number) for word, number in found}) is not False, done.stdout
+    assert not list(tmp_path.iterdir()), "left behind"
