@@ -1774,8 +1774,8 @@ WEIGHTS = [
     Mutant(
         "averaging-show-tells-nobody",
         "averaging.py",
-        "            if self.after_exchange is not None:\n                self.after_exchange()\n        except",
-        "        except",
+        "                self.after_exchange()\n        except",
+        "                pass\n        except",
         (_TOLD,),
     ),
     Mutant(

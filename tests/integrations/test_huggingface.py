@@ -493,6 +493,40 @@ def test_killed_run_ends_as_an_uninterrupted_one(tmp_path):
     assert weight_files(tmp_path / last) == weight_files(tmp_path / "straight" / last)
 
 
+class Skips(TrainerCallback):
+    def __init__(self):
+        self.by_step = []
+
+    def on_optimizer_step(self, *_, optimizer, **__):
+        self.by_step.append(optimizer.step_was_skipped)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="float16 in the Trainer needs a GPU")
+@pytest.mark.parametrize("settings", [{}, {"capturable": True}], ids=["usual", "skipped on the device"])
+def test_steps_that_a_grad_scaler_skips_do_not_count(settings, tmp_path):
+    def make():
+        skips = Skips()
+        callbacks = [AveragedModelCallback(), skips]
+        changes = {"fp16": True, "use_cpu": False, "max_steps": 12, "settings": settings}
+        trainer = trainer_of(llama(), tmp_path, callbacks, **changes)
+        # Far too large at first: a few steps overflow before it is halved often enough.
+        trainer.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**26)
+        return trainer, skips
+
+    (straight, skips), (resumed, _) = make(), make()
+    straight.train()
+    taken = {state["step"].item() for state in straight.optimizer.optimizer.state.values()}
+    if not settings:  # elsewhere nobody tells Accelerate
+        assert any(skips.by_step) and taken == {skips.by_step.count(False)}
+    assert len(taken) == 1 and 0 < taken.pop() < 12
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert_same_end(end_of(straight), end_of(resumed))
+    loss = [e["eval_loss"] for e in straight.state.log_history if "eval_loss" in e][-1]
+    averaged = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-12" / "averaged")
+    again = Trainer(averaged, arguments(tmp_path, fp16=True, use_cpu=False), eval_dataset=DATA[32:])
+    assert again.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
+
+
 RANK = """
 import sys, torch; torch.set_num_threads(1); import test_huggingface as t
 folder = t.Path(sys.argv[1])
