@@ -11,11 +11,7 @@ PAGE = re.compile(r"\bdocs/(\w+\.md)")
 
 
 def as_markdown(text: str) -> str:
-    """Doctests at the end become a section, indented blocks stay as they are, pages become links.
-
-    >>> as_markdown("Sum.\\n\\n>>> 1 + 1\\n2")
-    'Sum.\\n\\nExamples:\\n    >>> 1 + 1\\n    2'
-    """
+    """Doctests at the end become a section of examples, mentioned pages become links, blocks of text stay."""
     text = PAGE.sub(r"[\1](\1)", DIRECTIVE.sub("", text))
     return DOCTEST.sub(lambda found: "Examples:\n    " + found[0].replace("\n", "\n    "), text)
 
