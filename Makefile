@@ -4,6 +4,7 @@
 #                  model, at three learning rates (under six minutes on two cores with set-up)
 #   make test      all tests but the longest (under ten minutes on two cores after set-up)
 #   make check     lint, types, import directions, fast tests (under a minute)
+#   make docs      the documentation site, into build/site
 #   make bench     time and memory of a step, side by side
 #   make test-all  make test and make bench, plus what is too slow for every day (about an hour); results
 #                  go to records/: the longest tests, 2,000 random sequences of operations, mutants,
@@ -13,13 +14,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 DEMO := .venv/demo-ready
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
 TODAY := $(shell date +%F)
 # As many tests at once as there are cores, each on one; compiled tests are kept, which saves a third of the
 # time to find them.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal
 
-.PHONY: demo test check bench test-all clean
+.PHONY: demo test check docs bench test-all clean
 
 demo: $(DEMO)
 	$(BIN)/paceline compare --out demo-output
@@ -34,6 +35,11 @@ check: $(READY)
 	$(BIN)/lint-imports --no-logo
 	# Integrations import the trainers that they are for, which takes longer than many tests: make test has them.
 	$(PYTEST) -m "not slow and not long" --ignore=tests/integrations --ignore=src/paceline/integrations
+
+docs: $(READY)
+	# Without the variable the theme prints a notice about its own future on every build.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 bench: $(READY)
 	$(BIN)/paceline bench --out demo-output/bench
@@ -57,6 +63,6 @@ $(READY): $(DEMO)
 $(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --upgrade "pip>=25.1"
 	$(INSTALL) ".[compare]"
 	touch $(DEMO)

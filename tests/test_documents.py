@@ -44,8 +44,9 @@ def test_block_runs(path, line, code, tmp_path, monkeypatch):
 
 
 def test_there_are_blocks_and_no_other_kind():
+    assert len(list(blocks())) >= 25
     text = (ROOT / "README.md").read_text()
-    assert len(BLOCK.findall(text)) >= 5
+    assert len(BLOCK.findall(text)) >= 2
     assert set(re.findall(r"^```(\w+)$", text, re.MULTILINE)) == {"python"}
 
 
@@ -53,3 +54,12 @@ def test_commands_named_in_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([\w-]+)`", (ROOT / "README.md").read_text()):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
+)
+def test_links_lead_to_files_of_the_repository(path):
+    """As a reader of the repository meets them; tests/test_site.py follows them on the site."""
+    for link in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+        assert (path.parent / link).exists(), link

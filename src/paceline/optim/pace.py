@@ -44,8 +44,9 @@ class PACE(Averaging):
 
     .. code-block:: text
 
+        rate     = (1 + t)^-ema_power
         raw      = AdamW(live)
-        gain     = min(lr · strength · scale · rate / (√v̂ + eps), max_gain)    rate = (1 + t)^-ema_power
+        gain     = min(lr · strength · scale · rate / (√v̂ + eps), max_gain)
         live'    = raw + gain · (average − live)
         average' = (1 − rate) · average + rate · live'
 

@@ -30,9 +30,11 @@ class Pullback(Wrapper):
 
     .. code-block:: text
 
+        rate     = (1 + t)^-ema_power
         raw      = base(live)
-        live'    = raw + gain · (average − live)          gain = min(rate · ratio, max_gain)
-        average' = (1 − rate) · average + rate · live'    rate = (1 + t)^-ema_power
+        gain     = min(rate · ratio, max_gain)
+        live'    = raw + gain · (average − live)
+        average' = (1 − rate) · average + rate · live'
 
     With strength 0 it is a passive average beside any optimizer. A step keeps the gap, one copy of the
     live weights in at least float32, until the base's step is taken (none under gap="lookahead"), and
