@@ -244,20 +244,25 @@ class _Launch:
         if self._stored != torch.float32:  # what live has beyond an average that rests changes too
             averages = 1 if self._slots[0].returned is None else 2
         sums = recipe.gain == "scaled" and recipe.pullback_strength != 0
-        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
-            kernel.step[(len(self._chunks),)](
+        self._run(
+            kernel.step,
+            len(self._chunks),
+            (
                 self._table, self._grads, self._chunks, multiple, self._number(factor),
                 self._one if skip is None else self._number(skip), self._sums, table, ages, t, *numbers,
-                OF=_type(self._dtype), GRAD=_type(self._grad_dtype), MOMENTS=_type(self._moments),
-                MOMENTUM=self._slots[0].exp_avg is not None,
-                ROUNDING=recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
-                STORAGE=_type(self._stored), PULL=pull,
-                LOOKAHEAD=recipe.gap == "lookahead" and pull != "none", AVERAGES=averages,
-                SUMS=self._parts if sums else 0,
-                FACTOR=isinstance(factor, Tensor) or factor != 1, SKIP=skip is not None, ON_DEVICE=on_device,
-                ALIGNED=self._aligned, GRAD_ALIGNED=self._grads_aligned, BLOCK=self._block,
-                num_warps=self._warps, enable_fp_fusion=False,
-            )  # fmt: skip
+            ),
+            {
+                "OF": self._dtype, "GRAD": self._grad_dtype, "MOMENTS": self._moments,
+                "MOMENTUM": self._slots[0].exp_avg is not None,
+                "ROUNDING": recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
+                "STORAGE": self._stored, "PULL": pull,
+                "LOOKAHEAD": recipe.gap == "lookahead" and pull != "none", "AVERAGES": averages,
+                "SUMS": self._parts if sums else 0,
+                "FACTOR": isinstance(factor, Tensor) or factor != 1, "SKIP": skip is not None,
+                "ON_DEVICE": on_device, "ALIGNED": self._aligned, "GRAD_ALIGNED": self._grads_aligned,
+                "BLOCK": self._block,
+            },
+        )  # fmt: skip
         self._versions = self._versions_now() if sums else None
         if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -274,11 +279,10 @@ class _Launch:
         from paceline.optim import kernel
 
         sums = torch.empty((2, len(self._chunks)), device=self._device)
-        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
-            kernel.squares[(len(self._chunks),)](
-                self._table, self._grads, self._chunks, sums, GRAD=_type(self._grad_dtype),
-                ALIGNED=self._grads_aligned, BLOCK=self._block, num_warps=self._warps,
-            )  # fmt: skip
+        constants = {"GRAD": self._grad_dtype, "ALIGNED": self._grads_aligned, "BLOCK": self._block}
+        self._run(
+            kernel.squares, len(self._chunks), (self._table, self._grads, self._chunks, sums), constants
+        )
         return sums.sum(1, dtype=torch.float64)
 
     def second_moments(self, anew: bool) -> Tensor:
@@ -286,19 +290,46 @@ class _Launch:
         from paceline.optim import kernel
 
         found = torch.empty(len(self.places), dtype=torch.float64, device=self._device)
-        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
-            if anew or self._versions is None or self._versions != self._versions_now():
-                kernel.add_up[(len(self._chunks),)](
-                    self._table, self._chunks, self._sums, MOMENTS=_type(self._moments), SUMS=self._parts,
-                    ALIGNED=self._aligned, BLOCK=self._block, num_warps=self._warps, enable_fp_fusion=False,
-                )  # fmt: skip
-            sums, starts = self._sums if self._parts == 1 else self._sums.sum(1), self._starts
-            kernel.totals[(len(self.places),)](sums, starts, found, WIDTH=WIDTH, num_warps=16)
+        if anew or self._versions is None or self._versions != self._versions_now():
+            constants = {"MOMENTS": self._moments, "SUMS": self._parts}
+            constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
+            self._run(kernel.add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
+        sums, starts = self._sums if self._parts == 1 else self._sums.sum(1), self._starts
+        self._run(kernel.totals, len(self.places), (sums, starts, found), {"WIDTH": WIDTH}, warps=16)
         return found
+
+    def _run(
+        self,
+        function: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        warps: int | None = None,
+    ) -> None:
+        """Launch a function of kernel.py; `constants` are in its order, and dtypes as torch has them."""
+        warps = self._warps if warps is None else warps
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            key = function, self._device, warps, *constants.values()
+            compiled = _compiled.get(key)
+            if compiled is not None:
+                try:
+                    compiled[(programs, 1, 1)](*arguments, *constants)  # their places count, not their values
+                    return
+                except TypeError:  # from a Triton that wants other arguments, before anything is launched
+                    pass
+            named = {k: _type(v) if isinstance(v, torch.dtype) else v for k, v in constants.items()}
+            made = function[(programs,)](*arguments, **named, num_warps=warps, enable_fp_fusion=False)
+            if made is not None:  # which an interpreter does not make
+                _compiled[key] = made
 
     def _versions_now(self) -> list[int]:
         """By which to see that nobody else changed a second moment; of the kernel torch does not know."""
         return [slot.exp_avg_sq._version for slot in self._slots]
+
+
+# Triton's own launch looks at every argument anew, which takes longer than all else that a small step does.
+# Nothing here depends on what it looks for: arrays are as torch allocates them, and numbers of one type.
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def _type(dtype: torch.dtype) -> Any:

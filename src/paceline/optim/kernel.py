@@ -255,7 +255,7 @@ def _store_sums(
         tl.store(sums + tl.arange(0, SUMS), tl.sum(tl.reshape(v, (SUMS, BLOCK // SUMS)), axis=1))
 
 
-@triton.jit(do_not_specialize=["t"])
+@triton.jit(do_not_specialize=["scale", "factor", "skip", "t"])  # which are not always as torch allocates
 def step(
     table,  # (tensors, COLUMNS) int64
     grads,  # (tensors,) int64: addresses
