@@ -18,6 +18,7 @@ accelerate = pytest.importorskip("accelerate", minversion="1.1")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters  # noqa: E402
 
 from paceline import (  # noqa: E402
     PACE,
@@ -323,6 +324,25 @@ def test_optimizer_without_an_average_is_refused_by_its_own_name():
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(TypeError, match="AdamW keeps no average"):
         averaged_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["PACE", "Pullback", "Averages"])
+def test_parameters_that_were_replaced_are_refused(kind):
+    """As by Accelerate with FSDP2, on GPUs only: it shards the model, and then it prepares optimizers."""
+    make, _ = KINDS[kind]
+    Accelerator(cpu=True)
+    model = make_model()
+    optimizer = make(model)
+    if kind != "PACE":  # until then there is nothing to lose
+        steps_of(model, optimizer, batches(0, 1))
+    sharded = {p.data_ptr(): nn.Parameter(p.detach().clone()) for p in model.parameters()}
+    for group in optimizer.param_groups:
+        for i, p in enumerate(group["params"]):
+            group["params"][i] = torch.empty(1)
+            group["params"][i].data_ptr = p.data_ptr()
+    fsdp2_switch_optimizer_parameters(optimizer, sharded)
+    with pytest.raises(RuntimeError, match=r"has a state for 4 parameter\(s\) .* Shard the model first"):
+        AcceleratedOptimizer(optimizer)
 
 
 RANK = """

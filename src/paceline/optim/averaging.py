@@ -222,12 +222,24 @@ class Averaging(Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. While the parameters hold the average, it also has the `live` weights."""
+        self._refuse_replaced_parameters()
         self._notice_stale_load()
         if self._inner is not None:
             self._inner._notice_stale_load()
         with self.register_state_dict_post_hook(_settle, prepend=True):
             self._refresh_unseeded()
             return super().state_dict()
+
+    def _refuse_replaced_parameters(self) -> None:
+        """Say what has happened where torch would say KeyError and a number."""
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        lost = sum(isinstance(key, Tensor) and id(key) not in own for key in self.state)
+        if lost:
+            raise RuntimeError(
+                f"{type(self).__name__} has a state for {lost} parameter(s) that are in none of its groups: "
+                "they have been replaced or removed, as Accelerate does when it shards a model by FSDP2. "
+                "Shard the model first, and make the optimizer of the parameters that it has then"
+            )
 
     @torch.no_grad()
     def _refresh_unseeded(self) -> None:
