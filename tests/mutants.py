@@ -1295,6 +1295,13 @@ AVERAGING = [
         (_EXPORT, f"{_BATTERY}::test_until_the_first_step_the_average_is_live"),
     ),
     Mutant(
+        "averaging-replaced-parameters-taken-for-its-own",
+        "averaging.py",
+        "isinstance(key, Tensor) and id(key) not in own for",
+        "isinstance(key, Tensor) and id(key) in () for",
+        (f"{_STATE}::test_parameters_that_were_replaced_are_refused_in_words",),
+    ),
+    Mutant(
         "averaging-parameter-listed-twice-shown-twice",
         "averaging.py",
         "yield from dict.fromkeys(parameter for group",

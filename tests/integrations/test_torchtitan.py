@@ -267,6 +267,25 @@ def test_resumed_run_ends_as_an_uninterrupted_one(average_dtype, straight, tmp_p
     assert kept == {getattr(torch, average_dtype)}
 
 
+def test_average_of_a_run_that_has_ended(straight):
+    """Exported by the Trainer that is built once more and has no step to take."""
+
+    def then(trainer):
+        with pytest.raises(ValueError, match="a hook or an override of state_dict replaces them"):
+            averaged_state_dict(trainer.model_parts[0], trainer.optimizers)  # queries, keys, values are fused
+        save_averaged_checkpoint(trainer.optimizers, straight.folder / "again")
+        with averaged_weights(trainer.optimizers):
+            loaded = {n: torch.zeros_like(p) for n, p in trainer.model_parts[0].state_dict().items()}
+            dcp.load(loaded, checkpoint_id=straight.folder / "again")
+            assert_same(whole(loaded), whole(trainer.model_parts[0].state_dict()))
+
+    changes = {"checkpoint__interval": 10, "checkpoint__last_save_model_only": False}
+    ended = run(config_of(straight.folder, **changes), then)
+    assert ended.step == STEPS
+    assert_same(straight.live, ended.live)
+    assert_same(straight.state, ended.state)
+
+
 def test_next_run_starts_from_the_average(straight, tmp_path):
     """Its own average too, which the optimizer allocated before the weights were loaded."""
     changes = {"checkpoint__initial_load_path": str(straight.folder / "average"), "training__steps": 1}

@@ -356,3 +356,13 @@ def test_a_step_count_carried_over_by_hand_counts_on():
     }
     advance(optimizer, [parameter], [[torch.ones(2)]] * 2)
     assert optimizer.state[parameter]["step"].item() == 2**24 + 2
+
+
+def test_parameters_that_were_replaced_are_refused_in_words():
+    """As trainers do that shard a model after its optimizer was made. torch says KeyError and a number."""
+    optimizer = PACE(make_parameters(0))
+    optimizer.param_groups[0]["params"] = make_parameters(0)
+    with pytest.raises(
+        RuntimeError, match=r"PACE has a state for \d+ parameter\(s\) .* Shard the model first"
+    ):
+        optimizer.state_dict()
