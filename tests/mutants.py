@@ -1297,6 +1297,13 @@ AVERAGING = [
         (_EXPORT, f"{_BATTERY}::test_until_the_first_step_the_average_is_live"),
     ),
     Mutant(
+        "averaging-replaced-parameters-taken-for-its-own",
+        "averaging.py",
+        "isinstance(key, Tensor) and id(key) not in own for",
+        "isinstance(key, Tensor) and id(key) in () for",
+        (f"{_STATE}::test_parameters_replaced_after_a_step_are_refused_in_words",),
+    ),
+    Mutant(
         "averaging-parameter-listed-twice-shown-twice",
         "averaging.py",
         "yield from dict.fromkeys(parameter for group",
@@ -1753,8 +1760,8 @@ WEIGHTS = [
     Mutant(
         "averaging-state-dict-does-not-follow",
         "averaging.py",
-        "        self._follow_groups()\n        with self.register",
-        "        with self.register",
+        "        self._follow_groups()\n        self._refuse",
+        "        self._refuse",
         (_FOLLOWS,),
     ),
     Mutant(

@@ -23,6 +23,7 @@ def average_is_better(losses):
 # Name of the file → how it is run, and what has to hold for the last number after each word that it prints.
 EXPECTED = {
     "plain_loop.py": ((), returned_is_the_average_and_better),
+    "accelerate_example.py": ((), returned_is_the_average_and_better),
     "huggingface.py": ((), returned_is_the_average_and_better),
     "trl_sft.py": ((), lambda losses: losses["returned"] < 1.5),  # 3.1 before training
     "fsdp2.py": (TORCHRUN, lambda losses: losses["average"] < 2),

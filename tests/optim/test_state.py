@@ -388,3 +388,13 @@ def test_what_steps_were_taken_with_stays_for_parameters_that_are_put_back():
     advance(optimizer, others, make_gradients(steps=1))
     optimizer.param_groups[0]["params"] = parameters
     assert_same_bits(before, everything(optimizer))
+
+
+def test_parameters_replaced_after_a_step_are_refused_in_words():
+    """Their averages stayed behind. torch says KeyError and a number."""
+    parameters = make_parameters()
+    optimizer = PACE(parameters)
+    advance(optimizer, parameters, make_gradients(steps=1))
+    optimizer.param_groups[0]["params"] = make_parameters()
+    with pytest.raises(RuntimeError, match=r"PACE has taken steps with \d+ parameter\(s\) that are in none"):
+        optimizer.state_dict()

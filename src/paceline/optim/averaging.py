@@ -255,9 +255,21 @@ class Averaging(Optimizer, ABC):
         if self._inner is not None:
             self._inner._notice_stale_load()
         self._follow_groups()
+        self._refuse_replaced_parameters()
         with self.register_state_dict_post_hook(_settle, prepend=True):
             self._refresh_unseeded()
             return super().state_dict()
+
+    def _refuse_replaced_parameters(self) -> None:
+        """Say what has happened where torch would say KeyError and a number."""
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        lost = sum(isinstance(key, Tensor) and id(key) not in own for key in self.state)
+        if lost:
+            raise RuntimeError(
+                f"{type(self).__name__} has taken steps with {lost} parameter(s) that are in none of its "
+                "groups now: they have been replaced or removed. Shard or move a model before the first "
+                "step, or put them back"
+            )
 
     @torch.no_grad()
     def _refresh_unseeded(self) -> None:
