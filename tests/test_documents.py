@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
-NEEDS = {"optax.md": ("jax", "optax")}
+NEEDS = {"optax.md": ("jax", "optax"), "lightning.md": ("lightning",)}
 """Pages about packages that need not be here."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -35,9 +35,6 @@ from paceline.integrations.lightning import AveragedModelCallback
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*GPU available but not used"),
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # torch's, on CPUs without bfloat16
-    # Lightning's, of loaders without worker processes and of a second run into one folder
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings(
         'ignore:Be aware that when using .ckpt_path.*following callbacks. ."ModelCheckpoint'
     ),
