@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 
 from paceline import PACE, Averages, PowerLaw, Pullback, averaged_state_dict, averaged_weights
@@ -450,6 +450,49 @@ def test_another_fit_goes_on_from_live(tmp_path):
     assert_ended(trainer, expected[BATCHES])
 
 
+def test_another_fit_goes_on_from_live_that_was_moved(tmp_path):
+    """From a GPU, Lightning moves module and state apart at the end, and back when it fits again."""
+    module = Module()
+    trainer = trainer_of(tmp_path, max_epochs=1)
+    trainer.fit(module, Batches(), Batches(2, 2))
+    live, average = reference()[BATCHES]
+    module._apply(torch.clone)
+    for state in trainer.optimizers[0].state.values():
+        state.update({key: value.clone() for key, value in state.items()})
+    assert same(cloned(module.state_dict()), average)
+    trainer.callbacks.append(Starts())
+    trainer.fit_loop.epoch_progress.reset()
+    trainer.fit(module, Batches(), Batches(2, 2))
+    assert same(trainer.callbacks[-1].seen[0], live)
+
+
+class Keeps(Module):
+    """Gives the same optimizer for every fit."""
+
+    def configure_optimizers(self):
+        self.kept = self.kept if hasattr(self, "kept") else optimizer_for(self)
+        return self.kept
+
+
+def test_another_fit_with_the_same_optimizer_is_one_run(tmp_path):
+    module, trainer = Keeps(), trainer_of(tmp_path, [Starts()], max_epochs=1)
+    for _ in range(2):
+        trainer.fit(module, Batches(), Batches(2, 2))
+        trainer.fit_loop.epoch_progress.reset()
+    assert same(trainer.callbacks[1].seen[1], reference()[BATCHES][0])
+    assert_ended(trainer, reference()[STEPS])
+
+
+class Starts(Callback):
+    """What the module holds when training starts, after the sanity check."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_start(self, trainer, module):
+        self.seen.append(cloned(module.state_dict()))
+
+
 @pytest.mark.parametrize("by", ["hand", "ckpt_path"])
 def test_another_fit_goes_on_from_what_was_loaded_since(by, tmp_path):
     module = Module()
@@ -690,6 +733,10 @@ def test_file_has_no_weight_twice(tmp_path):
     weights = sum(p.numel() * 4 for p in module.parameters())
     # live, two moments, two averages
     assert 5 * weights < (tmp_path / "whole.ckpt").stat().st_size < 5.2 * weights
+    # By these torch knows what to migrate in old files.
+    versions = module.state_dict()._metadata
+    saved = load(tmp_path / "whole.ckpt")
+    assert saved["state_dict"]._metadata == saved["current_model_state"]._metadata == versions
 
 
 # --- What is refused ------------------------------------------------------------------------------
@@ -726,7 +773,7 @@ def test_what_would_not_end_with_the_average_is_refused(module, callbacks, reaso
         fit(tmp_path, kind(), callbacks)
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
+@pytest.mark.parametrize("strategy", [DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy])
 def test_strategies_that_shard_are_refused(strategy, tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.strategy.__class__ = strategy  # as they are only made where there are GPUs
