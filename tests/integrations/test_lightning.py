@@ -431,9 +431,9 @@ def test_after_fit_the_module_holds_the_average_and_is_evaluated_on_it(tmp_path,
     assert_ended(trainer, (live, average))
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     assert_checkpoint(tmp_path / "after.ckpt", (live, average))
-    with caplog.at_level(logging.INFO):  # nothing left to do: no step is taken, and the average held
-        again = fit(tmp_path, ckpt_path=tmp_path / "after.ckpt")
-    assert_ended(again, (live, average))
+    for sanity in (0, 2):  # nothing left to do: no step is taken, and the average held
+        again = fit(tmp_path, ckpt_path=tmp_path / "after.ckpt", num_sanity_val_steps=sanity)
+        assert_ended(again, (live, average))
 
 
 def test_another_fit_goes_on_from_live(tmp_path):
@@ -480,6 +480,17 @@ def test_another_fit_with_the_same_optimizer_is_one_run(tmp_path):
         trainer.fit(module, Batches(), Batches(2, 2))
         trainer.fit_loop.epoch_progress.reset()
     assert same(trainer.callbacks[1].seen[1], reference()[BATCHES][0])
+    assert_ended(trainer, reference()[STEPS])
+
+
+def test_checkpoint_for_an_optimizer_that_shows_its_average(tmp_path):
+    """Left so by an earlier fit, after which other weights were loaded."""
+    module, saves = Keeps(), ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = trainer_of(tmp_path, [saves])
+    trainer.fit(module, Batches(), Batches(2, 2))
+    trainer.test(module, Batches(2, 2), ckpt_path=tmp_path / "step=6.ckpt", verbose=False)
+    assert same(cloned(module.state_dict()), reference()[6][1])
+    trainer.fit(module, Batches(), Batches(2, 2), ckpt_path=tmp_path / "step=3.ckpt")
     assert_ended(trainer, reference()[STEPS])
 
 
@@ -673,11 +684,13 @@ class WithAdamW(Module):
 
 def test_resumed_from_a_checkpoint_of_lightnings_own_average(tmp_path):
     """It has live weights in the same place; PACE then averages from there."""
-    trainer = trainer_of(tmp_path, [EMAWeightAveraging(decay=0.5)], max_epochs=1)
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = trainer_of(tmp_path, [EMAWeightAveraging(decay=0.5), saves])
     trainer.callbacks = trainer.callbacks[1:]
     trainer.fit(WithAdamW(), Batches(), Batches(2, 2))
-    trainer.save_checkpoint(tmp_path / "theirs.ckpt")
-    live = load(tmp_path / "theirs.ckpt")["current_model_state"]
+    theirs = load(tmp_path / "step=3.ckpt")
+    live = theirs["current_model_state"]
+    assert not same(live, theirs["state_dict"])
     seen = []
 
     class Looks(Callback):
@@ -685,7 +698,7 @@ def test_resumed_from_a_checkpoint_of_lightnings_own_average(tmp_path):
             seen.append(cloned(module.state_dict()))
 
     with pytest.warns(UserWarning, match="no 'average'|need to be provided"):
-        fit(tmp_path, callbacks=[Looks()], ckpt_path=tmp_path / "theirs.ckpt")
+        fit(tmp_path, callbacks=[Looks()], ckpt_path=tmp_path / "step=3.ckpt")
     assert same(seen[0], live)
 
 

@@ -136,13 +136,8 @@ class AveragedModelCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Go on from live: Lightning has just put `state_dict` into the module; optimizers come next."""
-        if not _fits(trainer):
-            return
-        _show_live(
-            _keepers(trainer.optimizers)
-        )  # theirs, if they took a step before, make room for those that are loaded
-        live = checkpoint.get("current_model_state", checkpoint["state_dict"])
-        pl_module.load_state_dict(live, strict=pl_module.strict_loading)
+        if _fits(trainer) and "current_model_state" in checkpoint:
+            pl_module.load_state_dict(checkpoint["current_model_state"], strict=pl_module.strict_loading)
 
 
 def _fits(trainer: Trainer) -> bool:
