@@ -79,6 +79,7 @@ _FROM_ADAMW = f"{_LOADING}::test_an_adamw_checkpoint_goes_on_with_averages_from_
 _SHOWN_ORDER = f"{_CHECKPOINTS}::test_saved_while_shown_resumes_from_live_in_either_order"
 _DCP_SAME = f"{_CHECKPOINTS}::test_dcp_get_and_set_change_nothing"
 _DCP_LEFTOVERS = f"{_CHECKPOINTS}::test_dcp_does_not_mix_our_own_entries_into_a_checkpoint"
+_WITH_LIVE = f"{_WEIGHTS}::test_with_live_a_state_is_the_one_of_a_block"
 _SHOWN = f"{_WEIGHTS}::test_block_shows_the_returned_average_and_restores_live"
 _SWAPS = f"{_WEIGHTS}::test_a_thousand_swaps_are_the_identity"
 _REFUSED = f"{_WEIGHTS}::test_step_nesting_and_train_inside_a_block_are_refused"
@@ -1393,8 +1394,8 @@ AVERAGING = [
     Mutant(
         "averaging-export-misses-a-stale-load",
         "averaging.py",
-        "        self._notice_stale_load()\n        for tensor, state in self._remembered():",
-        "        for tensor, state in self._remembered():",
+        "        self._notice_stale_load()\n        for tensor, state in self._remembered():\n            if",
+        "        for tensor, state in self._remembered():\n            if",
         (f"{_WRAPPERS}::test_an_export_right_after_loading_in_the_other_order",),
     ),
     Mutant(
@@ -1533,6 +1534,41 @@ AVERAGING = [
         "    keeper.train()\n    if not isinstance",
         "    if not isinstance",
         (_RESET, _REFUSED),
+    ),
+    Mutant(
+        "averaging-live-misses-a-stale-load",
+        "averaging.py",
+        "self._notice_stale_load()\n        for tensor, state in self._remembered():\n            yield",
+        "for tensor, state in self._remembered():\n            yield",
+        (f"{_WEIGHTS}::test_live_weights_after_loading_in_the_other_order",),
+    ),
+    Mutant(
+        "averaging-live-is-what-is-shown",
+        "averaging.py",
+        "            yield tensor, self._live(tensor, state)\n",
+        "            yield tensor, tensor.detach()\n",
+        (_WITH_LIVE,),
+    ),
+    Mutant(
+        "averaging-with-live-not-marked",
+        "averaging.py",
+        "[{**group, self.format.hold: self._returned_name} for group in",
+        "[{**group} for group in",
+        (_WITH_LIVE,),
+    ),
+    Mutant(
+        "averaging-with-live-changes-its-argument",
+        "averaging.py",
+        'prefix, state = self.format.prefix, dict(state_dict["state"])',
+        'prefix, state = self.format.prefix, state_dict["state"]',
+        (_WITH_LIVE,),
+    ),
+    Mutant(
+        "averaging-with-live-twice",
+        "averaging.py",
+        "        if self.shows_average():\n            return state_dict\n        prefix",
+        "        prefix",
+        (_WITH_LIVE,),
     ),
     Mutant(
         "averaging-saved-inside-changes-later",
@@ -1795,9 +1831,16 @@ WEIGHTS = [
     Mutant(
         "weights-not-found-inside",
         "weights.py",
-        'not isinstance(inside, KeepsAverage) and hasattr(inside, "optimizer")',
-        "False",
+        '    while hasattr(inside, "optimizer"):\n',
+        "    while False:\n",
         (f"{_WEIGHTS}::test_the_optimizer_is_found_inside_a_trainers_wrapper",),
+    ),
+    Mutant(
+        "weights-keeper-is-an-imitation",
+        "weights.py",
+        '    while hasattr(inside, "optimizer"):\n',
+        '    while not isinstance(inside, KeepsAverage) and hasattr(inside, "optimizer"):\n',
+        (f"{_WEIGHTS}::test_a_wrapper_that_takes_on_the_class_is_not_the_optimizer",),
     ),
     Mutant("weights-blocks-nest", "weights.py", "    if in_block(keeper):\n", "    if False:\n", (_REFUSED,)),
     Mutant("weights-block-not-known", "weights.py", "    _in_block.add(keeper)\n", "", (_REFUSED,)),

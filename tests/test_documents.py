@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
-NEEDS = {"optax.md": ("jax", "optax"), "timm.md": ("timm",), "torchtitan.md": ("torchtitan.trainer",)}
+NEEDS = {
+    "lightning.md": ("lightning",),
+    "optax.md": ("jax", "optax"),
+    "timm.md": ("timm",),
+    "torchtitan.md": ("torchtitan.trainer",),
+}
 """Pages about packages that need not be here."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -25,6 +25,7 @@ EXPECTED = {
     "plain_loop.py": ((), returned_is_the_average_and_better),
     "accelerate_example.py": ((), returned_is_the_average_and_better),
     "huggingface.py": ((), returned_is_the_average_and_better),
+    "lightning_example.py": ((), returned_is_the_average_and_better),
     "trl_sft.py": ((), lambda losses: losses["returned"] < 1.5),  # 3.1 before training
     "fsdp2.py": (TORCHRUN, lambda losses: losses["average"] < 2),
     "optax_example.py": ((), average_is_better),

@@ -1,5 +1,6 @@
 """The average in the parameters for a while, and live back again."""
 
+import copy
 import subprocess
 import sys
 import textwrap
@@ -24,7 +25,15 @@ from problems import (
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from paceline import PACE, averaged_state_dict, averaged_weights, reset_average
+from paceline import (
+    PACE,
+    Averages,
+    PowerLaw,
+    Pullback,
+    averaged_state_dict,
+    averaged_weights,
+    reset_average,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -337,13 +346,102 @@ def test_whoever_computes_with_copies_is_told():
     copies = [p.detach().clone() for p in model.parameters()]
 
     def follow():
-        for copy, parameter in zip(copies, model.parameters(), strict=True):
-            copy.copy_(parameter.detach())
+        for own, parameter in zip(copies, model.parameters(), strict=True):
+            own.copy_(parameter.detach())
 
     optimizer.after_exchange = follow
     for exchange in (optimizer.eval, optimizer.train):
         exchange()
         assert all(torch.equal(c, p) for c, p in zip(copies, model.parameters(), strict=True)), exchange
+
+
+def test_a_wrapper_that_takes_on_the_class_is_not_the_optimizer():
+    """As those of Lightning and Fabric; a block of theirs would be unknown to the optimizer that steps."""
+    model, optimizer = trained()
+    wrapper = Imitates(optimizer)
+    wrapper.__class__ = type("Wrapped", (Imitates, PACE), {})
+    assert isinstance(wrapper, PACE)
+    expected = averaged_state_dict(model, optimizer)
+    with averaged_weights(wrapper):
+        assert_same_bits(dict(model.state_dict()), expected)
+        with pytest.raises(RuntimeError, match="inside"):
+            optimizer.step()
+    reset_average(wrapper)
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in averaged_state_dict(model, wrapper).items())
+
+
+class Imitates:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+KINDS = {
+    "float32": lambda parameters: PACE(parameters, lr=1e-2),
+    "int8": lambda parameters: PACE(parameters, lr=1e-2, average_dtype="int8"),
+    "master": lambda parameters: PACE(parameters, lr=1e-2, rounding="master"),
+    "Pullback": lambda parameters: Pullback(torch.optim.AdamW(parameters, lr=1e-2), gain="scaled"),
+    "Averages": lambda parameters: Averages(torch.optim.AdamW(parameters), {"a": PowerLaw(0.7)}),
+    "Averages of PACE": lambda parameters: Averages(PACE(parameters, lr=1e-2), {"a": PowerLaw(0.9)}),
+}
+
+
+def two_layers(kind, steps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    model = model.bfloat16() if kind == "master" else model
+    optimizer = KINDS[kind](model.parameters())
+    for _ in range(steps):
+        model(torch.ones(2, 4, dtype=model[0].weight.dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_with_live_a_state_is_the_one_of_a_block(kind, steps):
+    model, optimizer = two_layers(kind, steps)
+    live = {name: p.detach().clone() for name, p in model.named_parameters()}
+    outside = optimizer.state_dict()
+    made = copy.deepcopy(optimizer.with_live(outside))  # it refers to the parameters, as always
+    assert same_state(optimizer.state_dict(), outside) and not optimizer.shows_average()
+    with averaged_weights(optimizer):
+        shown = optimizer.state_dict()
+        assert same_state(made, shown)
+        assert optimizer.with_live(shown) is shown
+        found = dict(optimizer.live_weights())
+        assert all(torch.equal(found[p], live[n]) for n, p in model.named_parameters() if p in found)
+    assert steps == 0 or len(found) == 3  # not the frozen one
+    other, again = two_layers(kind, 0)
+    other.load_state_dict(averaged_state_dict(model, optimizer))
+    again.load_state_dict(made)
+    assert all(torch.equal(p, live[name]) for name, p in other.named_parameters())
+    assert not again.shows_average()
+
+
+def same_state(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return a == b
+
+
+def test_live_weights_after_loading_in_the_other_order():
+    model, optimizer = two_layers("float32", 3)
+    live = model[1].weight.detach().clone()
+    with averaged_weights(optimizer):
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    model.load_state_dict(weights)
+    assert torch.equal(dict(optimizer.live_weights())[model[1].weight], live)
 
 
 # --- Models ---------------------------------------------------------------------------------------

@@ -114,6 +114,12 @@ class Averaging(Optimizer, ABC):
             return self._outer._live(tensor, self._outer._memory.get(tensor, {}))
         return tensor.detach()
 
+    def live_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """All that is averaged with its live weights, wherever they are at present."""
+        self._notice_stale_load()
+        for tensor, state in self._remembered():
+            yield tensor, self._live(tensor, state)
+
     def shows_average(self) -> bool:
         """Whether the parameters hold the average at present."""
         return bool(self.param_groups[0][self.format.hold] != "live")
@@ -270,6 +276,22 @@ class Averaging(Optimizer, ABC):
                 "groups now: they have been replaced or removed. Shard or move a model before the first "
                 "step, or put them back"
             )
+
+    def with_live(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Our `state_dict()` as it is while the parameters hold the average, to be saved beside that.
+
+        Whoever loads both has live weights in the parameters then, in whichever order they are loaded.
+        """
+        if self.shows_average():
+            return state_dict
+        prefix, state = self.format.prefix, dict(state_dict["state"])
+        groups = [{**group, self.format.hold: self._returned_name} for group in state_dict["param_groups"]]
+        for group, packed in zip(self.param_groups, groups, strict=True):
+            for parameter, key in zip(group["params"], packed["params"], strict=True):
+                if any(name.startswith(prefix) for name in state.get(key, {})):
+                    live = self._live(parameter, self._memory[parameter])
+                    state[key] = {prefix + "live": live, **state[key]}
+        return {**state_dict, "param_groups": groups, "state": state}
 
     @torch.no_grad()
     def _refresh_unseeded(self) -> None:

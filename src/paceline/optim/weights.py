@@ -42,7 +42,9 @@ def keeper_of(optimizer: object) -> KeepsAverage:
     TypeError in the user's words if there is none.
     """
     inside: object = optimizer
-    while not isinstance(inside, KeepsAverage) and hasattr(inside, "optimizer"):
+    # To the innermost: wrappers of Lightning and Fabric take on the class of what is inside, and as keepers
+    # they would note on themselves what the optimizer has to know.
+    while hasattr(inside, "optimizer"):
         inside = inside.optimizer
     if not isinstance(inside, KeepsAverage):
         raise TypeError(
