@@ -1,4 +1,4 @@
-"""In what order tests run, and Triton's interpreter where there is no GPU."""
+"""In what order tests run, JAX by itself, and Triton's interpreter where there is no GPU."""
 
 import os
 
@@ -20,3 +20,10 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     """The longest first; all others as they are."""
     items.sort(key=lambda item: item.name.partition("[")[0] not in LONGEST)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Tests with JAX run where they are asked for by name, as `make test` does after all others: a process that
+    has imported JAX must not fork, and workers that read samples are forked."""
+    by_name = any("test_optax" in argument for argument in config.args)
+    return True if collection_path.name == "test_optax.py" and not by_name else None

@@ -470,12 +470,14 @@ def test_killed_run_ends_as_an_uninterrupted_one(tmp_path):
     environment = os.environ | {"PYTHONPATH": paths}
     with (tmp_path / "log").open("w") as log:
         run = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=log, stderr=log)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "checkpoint-4" / "averaged").exists():
-        assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-        time.sleep(0.01)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "checkpoint-4" / "averaged").exists():
+            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.wait()
     assert not (tmp_path / "checkpoint-10").exists()
     # The Trainer writes its state last: a checkpoint without it was cut short.
     complete = [int(f.parent.name.split("-")[1]) for f in tmp_path.glob("checkpoint-*/trainer_state.json")]

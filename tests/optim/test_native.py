@@ -223,7 +223,7 @@ def test_without_a_compiler_the_error_says_what_to_do(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.so"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_that_build_it_at_once_all_get_it(tmp_path):
     code = "from paceline.optim import native; print(native._built())"
     environment = {**os.environ, "PACELINE_CACHE": str(tmp_path)}
