@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Tests with JAX run where they are asked for by name, as `make test` does after all others: a process that
-    has imported JAX must not fork, and workers that read samples are forked."""
+    """Tests with JAX run where they are asked for by name, as `make test` does after all others: a process
+    that has imported JAX must not fork, and workers that read samples are forked."""
     by_name = any("test_optax" in argument for argument in config.args)
     return True if collection_path.name == "test_optax.py" and not by_name else None
