@@ -46,8 +46,8 @@ class Hardware:
 
 
 # NVLink is stated for both directions together; half of it is `link`. `network` is one adapter of 400 Gb/s
-# (A100: 200 Gb/s) for each GPU, as in the makers' own servers. `bus` is 89 GB/s as measured on an H200 (PCIe 5.0
-# ×16, both directions at once, by `offload=True` in the records), and half of it for the A100's PCIe 4.0.
+# (A100: 200 Gb/s) for each GPU, as in the makers' own servers. `bus` is 89 GB/s as measured on an H200 (PCIe
+# 5.0 ×16, both directions at once, by `offload=True` in the records), and half of it for the A100's PCIe 4.0.
 HARDWARE: dict[str, Hardware] = {
     "a100": Hardware(
         name="A100 SXM 80 GB",

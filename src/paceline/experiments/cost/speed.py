@@ -19,8 +19,8 @@ HOST_OF_LAYER = {True: 1e-3, False: 2e-3}
 """Seconds that the host takes to launch forward and backward of a layer, compiled or not. A device that is
 quicker waits for it."""
 HOST_OF_STEP = 8e-3
-"""Seconds that the host takes for the rest of a step of `paceline train`. With that of a compiled layer, a step
-of a 7M GPT alone takes 16 ms; on an H200 it took 17.8 (records/2026-11-15-training-h200.json)."""
+"""Seconds that the host takes for the rest of a step of `paceline train`. With that of a compiled layer, a
+step of a 7M GPT takes 16 ms; alone on an H200 it took 17.8 (records/2026-11-15-training-h200.json)."""
 
 CLIPPING = 12.0
 """Bytes of a float32 gradient that `clip_grad_norm_` moves: read for the norm, read and written to scale."""
