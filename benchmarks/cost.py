@@ -39,7 +39,7 @@ from paceline.experiments.cost.shape import Shape, named
 from paceline.experiments.cost.speed import computing, optimizer_seconds
 from paceline.experiments.cost.training import Training
 from paceline.lm.batch import Batch
-from paceline.lm.evaluate import autocast, summed_loss
+from paceline.lm.evaluate import LossOf, autocast, summed_loss
 from paceline.lm.gpt import GPT, GPTShape
 
 # --- A Llama ------------------------------------------------------------------------------------------
@@ -98,14 +98,33 @@ class Llama(nn.Module):
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
 
-    def forward(self, tokens: Tensor, positions: None = None) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the layers make of tokens."""
         x = self.tokens(tokens)
         for layer in self.layers:
             if self.again:
                 x = checkpoint(layer, x, self.cosine, self.sine, use_reentrant=False)
             else:
                 x = layer(x, self.cosine, self.sine)
-        return self.head(self.norm(x))
+        return x
+
+    def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Of what comes out of the layers."""
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def loss_of(model: nn.Module, *, compiled: bool) -> LossOf:
+    """A GPT is compiled as a whole, as `paceline train` does; a Llama layer by layer, as large trainings do:
+    inside one graph, activation checkpointing is the compiler's affair."""
+    if not isinstance(model, Llama):
+        return torch.compile(summed_loss) if compiled else summed_loss
+    last = model.summed_loss
+    if compiled:
+        last = torch.compile(last)
+        for layer in model.layers:
+            layer.compile()
+    return lambda model, batch: last(model.hidden(batch.tokens), batch.targets)
 
 
 def model_of(shape: Shape, activation_checkpointing: bool) -> nn.Module:
@@ -148,7 +167,7 @@ INT8 = PRESETS["pace"].with_settings(average_dtype="int8")
 OPTIMIZERS: dict[str, Optimizer] = {"AdamW": PRESETS["adamw"], "PACE": PRESETS["pace"], "PACE, int8": INT8}
 
 
-def made(name: str, model: nn.Module, device: str) -> Any:
+def made(name: str, model: nn.Module) -> Any:
     if name == "AdamW":
         return AdamW(model.parameters(), fused=True)
     return PACE(model.parameters(), average_dtype=OPTIMIZERS[name].average_dtype)
@@ -215,7 +234,7 @@ def measured(size: Size, options: argparse.Namespace, hardware: Hardware) -> Ite
     with device:
         model = model_of(size.shape, size.activation_checkpointing)
         tokens, targets = torch.randint(size.shape.vocabulary, (2, size.batch, size.shape.length))
-    loss_of = torch.compile(summed_loss) if options.compile else summed_loss
+    loss = loss_of(model, compiled=options.compile)
     for name, about in OPTIMIZERS.items():
         training = Training(
             shape=size.shape,
@@ -227,7 +246,7 @@ def measured(size: Size, options: argparse.Namespace, hardware: Hardware) -> Ite
             activation_checkpointing=size.activation_checkpointing,
             clip=False,
         )
-        steps = Steps(model, made(name, model, options.device), loss_of, Batch(tokens, targets, None), precision)
+        steps = Steps(model, made(name, model), loss, Batch(tokens, targets, None), precision)
         for _ in range(3):  # which compile and allocate
             steps.whole()
         seconds, own = steps.times(options.rounds)
@@ -348,7 +367,10 @@ def main() -> None:
         if options.record:  # what is known stays known
             text = json.dumps({**about, "worst": worst, "rows": rows}, indent=1)
             options.record.write_text(text + "\n", encoding="utf-8")
-    print("largest errors: " + ", ".join(f"{key} {value:.1%}" for key, value in worst.items() if value is not None))
+    print(
+        "largest errors: "
+        + ", ".join(f"{key} {value:.1%}" for key, value in worst.items() if value is not None)
+    )
 
 
 if __name__ == "__main__":

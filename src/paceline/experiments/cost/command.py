@@ -151,7 +151,7 @@ def lines(chosen: Cost, base: Cost, budget: float, disk: float) -> list[str]:
     found = [
         f"{shape.parameters / 1e9:,.3f}B parameters, {training.gpus:,} × {training.hardware.name}, "
         f"{training.sharding} over {training.shards:,}, {batch}{again}",
-        f"{shape.operations_per_token / 1e9:,.2f} GFLOP a token, {chosen.operations / 1e15:,.4g} PFLOP and "
+        f"{shape.operations_per_token / 1e9:,.2f} GFLOP a token, {_number(chosen.operations / 1e15)} PFLOP and "
         f"{training.step_tokens:,} tokens a step",
         "",
         _line("", _name(training.optimizer), "adamw", "over it"),
@@ -161,9 +161,15 @@ def lines(chosen: Cost, base: Cost, budget: float, disk: float) -> list[str]:
         found.append(_pair(f"  {part}", *(getattr(each.memory, part) / 1e9 for each in (chosen, base)), "GB"))
     for each in (chosen, base):
         if not each.fits:
-            found.append(f"  {_name(each.training.optimizer)} does not fit: {training.hardware.memory / 1e9:.0f} GB")
+            found.append(
+                f"  {_name(each.training.optimizer)} does not fit: {training.hardware.memory / 1e9:.0f} GB"
+            )
     found += [
-        _pair("  on the host", chosen.host_memory / 1e9, base.host_memory / 1e9, "GB"),
+        *(
+            [_pair("  on the host", chosen.host_memory / 1e9, 0.0, "GB")]
+            if training.optimizer.offload
+            else []
+        ),
         _pair("  to show the average", room_to_show(training) / 1e9, 0.0, "GB"),
         "a step",
     ]
@@ -177,7 +183,7 @@ def lines(chosen: Cost, base: Cost, budget: float, disk: float) -> list[str]:
         ("  MFU", lambda c: 100 * c.mfu, "%"),
         ("  said, each GPU", lambda c: _said(c) / 1e9, "GB"),
         ("  … because of PACE", lambda c: c.communication.of_pace / 1e3, "kB"),
-        (f"{budget / 1e9:,.4g}B tokens", lambda c: c.hours(budget), "hours"),
+        (f"{_number(budget / 1e9)}B tokens", lambda c: c.hours(budget), "hours"),
         ("  GPU-hours", lambda c: c.gpu_hours(budget), "h"),
         ("checkpoint", lambda c: c.checkpoint.whole / 1e9, "GB"),
         ("  without averages", lambda c: c.checkpoint.without_averages / 1e9, "GB"),
@@ -204,8 +210,17 @@ def _name(optimizer: Optimizer) -> str:
 
 
 def _pair(name: str, own: float, base: float, unit: str) -> str:
-    over = f"{100 * (own / base - 1):+.2f} %" if base and own != base else ""
-    return _line(name, f"{own:,.4g} {unit}", f"{base:,.4g} {unit}", over)
+    over = f"{100 * (own / base - 1):+.2f} %" if base and own != base and unit != "%" else ""
+    return _line(name, f"{_number(own)} {unit}", f"{_number(base)} {unit}", over)
+
+
+def _number(value: float) -> str:
+    """Four digits, and all of those before the point.
+
+    >>> _number(0.012345), _number(12.345), _number(123456.7)
+    ('0.01234', '12.35', '123,457')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _line(name: str, *cells: str) -> str:

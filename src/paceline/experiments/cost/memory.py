@@ -141,7 +141,8 @@ def memory(training: Training) -> Memory:
 def _copies(training: Training) -> float:
     """Weights in the precision of products, beside those that are kept.
 
-    Autocast holds one of every matrix from forward to backward. FSDP2 holds two units whole, the one in use
+    Autocast holds one of every matrix from forward to backward; with activation checkpointing, of one layer
+    and the last one. FSDP2 holds two units whole, the one in use
     and the next, and of one its gradient, as it was computed and in float32 to be summed; a unit is a layer,
     or the embedding.
     """
@@ -149,7 +150,12 @@ def _copies(training: Training) -> float:
     if training.shards > 1:
         unit = max(shape.layer_parameters, shape.vocabulary * shape.width)
         return unit * (2 * training.computing + training.computing + 4)
-    return training.computing * shape.multiplying if training.weights != training.precision else 0
+    if training.weights == training.precision:
+        return 0
+    held = shape.multiplying
+    if training.activation_checkpointing:
+        held = shape.layer_parameters + shape.vocabulary * shape.width
+    return training.computing * held
 
 
 def room_to_show(training: Training) -> float:
