@@ -1,9 +1,9 @@
-"""The cost model (`paceline cost`, docs/cost.md) beside measurements: memory and time of whole training steps.
+"""The cost model (`paceline cost`, docs/cost.md) beside measurements: memory and time of training steps.
 
     python benchmarks/cost.py --record FILE
-        on a GPU that the model knows: a 25M GPT, GPT-2 124M and a Llama of 1.2B with activation checkpointing,
-        each with fused AdamW and PACE with averages in float32 and int8; compiled, bfloat16 products. About
-        five minutes.
+        on a GPU that the model knows: a 25M GPT, GPT-2 124M and a Llama of 1.2B with activation
+        checkpointing, each with fused AdamW and PACE with averages in float32 and int8; compiled, bfloat16
+        products. Some minutes, most of them to compile.
     python benchmarks/cost.py --device cpu
         tiny sizes in float32 on this machine, whose speed is measured first: bytes are to agree, seconds are
         of no use there
@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +202,9 @@ class Steps:
         marks.append(self._mark())
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-            spans = [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+            spans = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
         else:
-            spans = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+            spans = [b - a for a, b in pairwise(marks)]
         steps = [a + b for a, b in zip(spans[::2], spans[1::2], strict=True)]
         return statistics.median(steps), statistics.median(spans[1::2])
 

@@ -27,26 +27,26 @@ EXAMPLES = """examples:
   paceline cost --model llama:width=3072,layers=28,heads=24,keys=8,inner=8192,tied=true --gpus 8 --json
       a shape of the own, as JSON
 
-models: 1b 8b 13b 70b 405b (Llama's shapes), gpt2, gpt:0.3m … gpt:88m, llama:width=…,layers=…,heads=…,keys=…,inner=…
+models: 1b 8b 13b 70b 405b (Llama's shapes), gpt2, gpt:0.3m … gpt:88m, or spelled out as above
 optimizers: adamw, ema (AdamW and a float32 copy that is averaged), pace (two averages), pace_paper (one)
 sharding: ddp, fsdp (FSDP2, ZeRO-3), hsdp (FSDP2 in groups that are copies); no tensor or pipeline parallelism
 
-Nothing is run and nothing but arithmetic is done: docs/cost.md says by which formulas, what they assume, and where
-they were checked. The share of the peak that is reached is a model's; give your own with --mfu if you know it."""
+Nothing is run: it is arithmetic. docs/cost.md says by which formulas, what they assume, and where they were
+checked. The share of the peak that is reached is the model's; give your own with --mfu if you know it."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
-    whole = {"type": int, "metavar": "N"}
+    whole: dict[str, Any] = {"type": int, "metavar": "N"}
     parser.add_argument("--model", default="70b", metavar="NAME", help="[70b]")
-    parser.add_argument("--length", **whole, help="tokens of a sequence [the model's]")  # type: ignore[arg-type]
-    parser.add_argument("--vocabulary", **whole, help="[the model's]")  # type: ignore[arg-type]
+    parser.add_argument("--length", **whole, help="tokens of a sequence [the model's]")
+    parser.add_argument("--vocabulary", **whole, help="[the model's]")
     parser.add_argument("--hardware", default="h200", metavar="NAME", help=f"{', '.join(HARDWARE)} [h200]")
-    parser.add_argument("--gpus", default=8, help="all of them; 8 are a node [8]", **whole)  # type: ignore[arg-type]
+    parser.add_argument("--gpus", default=8, help="all of them; 8 are a node [8]", **whole)
     parser.add_argument("--sharding", choices=get_args(Sharding), help="[fsdp; ddp on one GPU]")
-    parser.add_argument("--group", **whole, help="GPUs of a group of hsdp [a node]")  # type: ignore[arg-type]
-    parser.add_argument("--micro-batch", default=1, help="sequences at once on each GPU [1]", **whole)  # type: ignore[arg-type]
-    parser.add_argument("--accumulate", default=1, help="micro batches of a step [1]", **whole)  # type: ignore[arg-type]
+    parser.add_argument("--group", **whole, help="GPUs of a group of hsdp [a node]")
+    parser.add_argument("--micro-batch", default=1, help="sequences at once on each GPU [1]", **whole)
+    parser.add_argument("--accumulate", default=1, help="micro batches of a step [1]", **whole)
     parser.add_argument(
         "--activation-checkpointing", action="store_true", help="compute activations twice, keep few"
     )
@@ -64,24 +64,24 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average-dtype", choices=get_args(AverageDtype), default="float32", help="of averages [float32]"
     )
-    parser.add_argument("--update-every", default=1, help="move averages every N steps [1]", **whole)  # type: ignore[arg-type]
+    parser.add_argument("--update-every", default=1, help="move averages every N steps [1]", **whole)
     parser.add_argument("--offload", action="store_true", help="averages in the host's memory")
     parser.add_argument("--no-momentum", action="store_true", help="betas=(0, β₂): no first moment")
     parser.add_argument(
         "--rounding", choices=get_args(Rounding), default="nearest", help="of bfloat16 weights [nearest]"
     )
     parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=True, help="[yes]")
-    number = {"type": float, "metavar": "X"}
-    parser.add_argument("--mfu", help="share of the peak, 0 to 1 [from the model of docs/cost.md]", **number)  # type: ignore[arg-type]
+    number: dict[str, Any] = {"type": float, "metavar": "X"}
+    parser.add_argument("--mfu", help="share of the peak, 0 to 1 [from the model of docs/cost.md]", **number)
     parser.add_argument(
         "--overlap",
         default=0.9,
         help="share of forward and backward that hides communication [0.9]",
-        **number,  # type: ignore[arg-type]
+        **number,
     )
     parser.add_argument(
         "--disk", default=50.0, help="GB a second that checkpoints are written at [50]", **number
-    )  # type: ignore[arg-type]
+    )
     parser.add_argument("--tokens", metavar="N", help="the budget, e.g. 15T [20 for each parameter]")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
@@ -151,14 +151,15 @@ def lines(chosen: Cost, base: Cost, budget: float, disk: float) -> list[str]:
     found = [
         f"{shape.parameters / 1e9:,.3f}B parameters, {training.gpus:,} × {training.hardware.name}, "
         f"{training.sharding} over {training.shards:,}, {batch}{again}",
-        f"{shape.operations_per_token / 1e9:,.2f} GFLOP a token, {_number(chosen.operations / 1e15)} PFLOP and "
-        f"{training.step_tokens:,} tokens a step",
+        f"{shape.operations_per_token / 1e9:,.2f} GFLOP a token, {_number(chosen.operations / 1e15)} PFLOP "
+        f"and {training.step_tokens:,} tokens a step",
         "",
         _line("", _name(training.optimizer), "adamw", "over it"),
         "bytes on the fullest GPU",
     ]
     for part in ("weights", "gradients", "moments", "averages", "activations", "temporaries", "total"):
-        found.append(_pair(f"  {part}", *(getattr(each.memory, part) / 1e9 for each in (chosen, base)), "GB"))
+        own, other = (getattr(each.memory, part) / 1e9 for each in (chosen, base))
+        found.append(_pair(f"  {part}", own, other, "GB"))
     for each in (chosen, base):
         if not each.fits:
             found.append(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _INK, _SOFT, _GRID = "#1c1e21", "#5c6067", "#ebebe7"
 _MANY = tuple(2**i for i in range(3, 15))
-_SHOWN = ("AdamW", "PACE float32", "bfloat16", "int8")
+_SHOWN = ("PACE float32", "PACE bfloat16", "PACE int8")
 _PARTS = ("weights", "gradients", "moments", "averages", "activations", "temporaries")
 
 
@@ -42,7 +42,8 @@ def _figure(path: Path, panels: tuple[Callable[["Axes"], None], ...]) -> Path:
             axes.spines[side].set_visible(False)
         axes.tick_params(colors=_SOFT, labelsize=8.5)
         panel(axes)
-        axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK)
+        if axes.get_legend() is None:
+            axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK)
     figure.savefig(path, metadata={"Software": None})
     return path
 
@@ -63,20 +64,24 @@ def _bars(axes: "Axes") -> None:
         axes.barh(names, sizes, left=bottoms, color=style(i).on_light, label=part)
         bottoms = [a + b for a, b in zip(bottoms, sizes, strict=True)]
     axes.axvline(HARDWARE["h200"].memory / 1e9, color=_INK, linewidth=1, linestyle="--")
-    axes.text(HARDWARE["h200"].memory / 1e9, -0.75, "H200", fontsize=8, ha="center", color=_INK)
+    axes.text(HARDWARE["h200"].memory / 1e9 + 2, 0, "H200", fontsize=8, va="center", color=_INK)
     axes.invert_yaxis()
     axes.set_xlim(0, 165)
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.12), "ncols": 6}
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, handlelength=1, columnspacing=1, **below)
     _labels(axes, "70B on 16 GPUs, FSDP2", "GB on the fullest GPU", "")
 
 
 def _memory_over_gpus(axes: "Axes") -> None:
     for i, model in enumerate(("8b", "70b", "405b")):
-        for name, dashes in (("AdamW", (4, 2)), ("PACE float32", ()), ("int8", (1, 1))):
+        for name, dashes in (("AdamW", (4, 2)), ("PACE float32", ()), ("PACE int8", (1, 1))):
             sizes = [cost(usual(model, n, SIDE_BY_SIDE[name])).memory.kept / 1e9 for n in _MANY]
-            label = f"{model}, {name if name != 'int8' else 'PACE int8'}"
+            label = f"{model}, {name}"
             more: dict[str, Any] = {"dashes": dashes} if dashes else {}
             axes.plot(_MANY, sizes, color=style(i).on_light, linewidth=1.7, label=label, **more)
     axes.axhline(HARDWARE["h200"].memory / 1e9, color=_INK, linewidth=1, linestyle="--")
+    axes.text(16384, HARDWARE["h200"].memory / 1e9 * 1.15, "H200", fontsize=8, ha="right", color=_INK)
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, loc="lower left")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks([8, 64, 512, 4096, 16384], ["8", "64", "512", "4,096", "16,384"])
@@ -84,13 +89,13 @@ def _memory_over_gpus(axes: "Axes") -> None:
 
 
 def _time_over_gpus(axes: "Axes") -> None:
-    for i, name in enumerate(_SHOWN[1:]):
+    for i, name in enumerate(_SHOWN):
         for model, dashes in (("8b", (4, 2)), ("70b", ())):
             over = []
             for n in _MANY:
                 base = cost(usual(model, n, PRESETS["adamw"])).step_seconds
                 over.append(100 * (cost(usual(model, n, SIDE_BY_SIDE[name])).step_seconds / base - 1))
-            label = f"{model}, PACE {name.removeprefix('PACE ')}"
+            label = f"{model}, {name}"
             more: dict[str, Any] = {"dashes": dashes} if dashes else {}
             axes.plot(_MANY, over, color=style(i).on_light, linewidth=1.7, label=label, **more)
     axes.axhline(0, color=_INK, linewidth=1)

@@ -1,4 +1,4 @@
-"""The tables of docs/cost.md, made by the functions: between marks in the page, so that they can be made again."""
+"""The tables of docs/cost.md, made by the functions: between marks in the page, to be made again."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -6,18 +6,19 @@ from dataclasses import replace
 
 from paceline.experiments.cost.estimate import Cost, cost
 from paceline.experiments.cost.hardware import HARDWARE
-from paceline.experiments.cost.optimizer import PRESETS, Optimizer
+from paceline.experiments.cost.optimizer import PRESETS, Optimizer, Precision
 from paceline.experiments.cost.shape import SHAPES
 from paceline.experiments.cost.training import Sharding, Training
 
+_MANY = 2**20  # weights
 GPUS = (8, 64, 256, 1024, 4096, 16384)
 PACE, PAPER = PRESETS["pace"], PRESETS["pace_paper"]
 SIDE_BY_SIDE: dict[str, Optimizer] = {
     "AdamW": PRESETS["adamw"],
     "AdamW, EMA": PRESETS["ema"],
     "PACE float32": PACE,
-    "bfloat16": PACE.with_settings(average_dtype="bfloat16"),
-    "int8": PACE.with_settings(average_dtype="int8"),
+    "PACE bfloat16": PACE.with_settings(average_dtype="bfloat16"),
+    "PACE int8": PACE.with_settings(average_dtype="int8"),
     "paper float32": PAPER,
     "paper bfloat16": PAPER.with_settings(average_dtype="bfloat16"),
     "paper int8": PAPER.with_settings(average_dtype="int8"),
@@ -77,24 +78,15 @@ def state_table() -> str:
     """Bytes a weight."""
     rows = []
     for name, optimizer in SIDE_BY_SIDE.items():
-        rows.append(
-            [
-                name,
-                *(
-                    f"{(o.moment_bytes(n, dtype) + o.average_bytes(n)) / n:.2f}"
-                    for n in (2**20,)
-                    for o, dtype in (
-                        (optimizer, "float32"),
-                        (optimizer, "bfloat16"),
-                        (
-                            replace(optimizer, rounding="master" if optimizer.is_pace else "nearest"),
-                            "bfloat16",
-                        ),
-                    )
-                ),
-                f"{optimizer.traffic('float32') + optimizer.beside('float32'):.2f}",
-            ]
+        master = replace(optimizer, rounding="master") if optimizer.is_pace else optimizer
+        kinds: tuple[tuple[Optimizer, Precision], ...] = (
+            (optimizer, "float32"),
+            (optimizer, "bfloat16"),
+            (master, "bfloat16"),
         )
+        kept = [each.moment_bytes(_MANY, dtype) + each.average_bytes(_MANY) for each, dtype in kinds]
+        moved = optimizer.traffic("float32") + optimizer.beside("float32")
+        rows.append([name, *(f"{size / _MANY:.2f}" for size in kept), f"{moved:.2f}"])
     return _table(["", "float32 weights", "bfloat16 weights", '… rounding="master"', "moved, float32"], rows)
 
 
@@ -130,7 +122,7 @@ def sharding_table() -> str:
     rows = []
     for gpus in (64, 1024, 16384):
         for sharding in ("ddp", "fsdp", "hsdp"):
-            each = cost(usual("70b", gpus, PACE, sharding))  # type: ignore[arg-type]
+            each = cost(usual("70b", gpus, PACE, sharding))
             spoken = each.communication
             said = spoken.gathered + spoken.scattered + spoken.reduced
             rows.append(
@@ -201,7 +193,7 @@ def small_table() -> str:
     rows = []
     for gpus in (8, 16, 32, 64):
         base = cost(usual("70b", gpus, PRESETS["adamw"]))
-        for name in ("AdamW", "PACE float32", "bfloat16", "int8", "paper int8"):
+        for name in ("AdamW", "PACE float32", "PACE bfloat16", "PACE int8", "paper int8"):
             each = cost(usual("70b", gpus, SIDE_BY_SIDE[name]))
             total = f"{each.memory.total / 1e9:,.0f}"
             rows.append(
