@@ -1,4 +1,4 @@
-"""The command `paceline`: compare, train, evaluate, export, data, look into folders, bench, theory."""
+"""The command `paceline`: compare, train, evaluate, export, data, look into folders, bench, cost, theory."""
 
 import argparse
 import re
@@ -11,6 +11,7 @@ from paceline.experiments import config
 from paceline.experiments.bench import command as bench
 from paceline.experiments.compare.method import DEFAULT as METHODS
 from paceline.experiments.config import ConfigError
+from paceline.experiments.cost import command as cost
 from paceline.experiments.terminal import printable
 from paceline.experiments.theory import command as theory
 
@@ -57,6 +58,7 @@ file (--config run.toml), under the same names; flags win over it.""",
     "export": "example:\n  paceline export runs/first model/ --weights average",
     "doctor": "examples:\n  paceline doctor runs/first\n  paceline doctor",
     "bench": bench.EXAMPLES,
+    "cost": cost.EXAMPLES,
     "theory": theory.EXAMPLES,
     "data": "example:\n  paceline data shards/ --data my.jsonl.xz --tokenizer gpt2",
 }
@@ -174,6 +176,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     data.add_argument("--data", nargs="+", required=True, help="as in train")
     data.add_argument("--tokenizer", default="bpe:2048", help="as in train")
     bench.add(add("bench", "what a step of PACE costs on this machine, beside its rivals", _bench))
+    cost.add(add("cost", "what a training would cost: memory, time, checkpoints, before it is run", _cost))
     theory.add(
         add("theory", "the theory behind PACE: numbers, pictures, advice on your runs", _theory), _Parser
     )
@@ -376,6 +379,10 @@ def _data(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     return bench.run(options, _say)
+
+
+def _cost(options: argparse.Namespace) -> int:
+    return cost.run(options, _say)
 
 
 def _theory(options: argparse.Namespace) -> int:

@@ -313,11 +313,11 @@ def _number(value: Any) -> float | None:
         return None
 
 
-_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9}
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def _count(value: Any) -> int | None:
-    """A whole number; as text it may end in k, M or B."""
+    """A whole number; as text it may end in k, M, B or T."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str):

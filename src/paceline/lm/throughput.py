@@ -5,20 +5,7 @@ from torch import nn
 
 from paceline.lm.gpt import GPT
 from paceline.lm.pretrained import Pretrained
-
-# Dense matrix products in bfloat16, floating-point operations a second, as their makers state.
-_PEAK = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "T4": 65e12,
-}
+from paceline.lm.shapes import PEAK, operations_of
 
 
 def peak_of(device: torch.device) -> float | None:
@@ -26,14 +13,13 @@ def peak_of(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAK.items() if known in name), None)
+    return next((peak for known, peak in PEAK.items() if known in name), None)
 
 
 def operations_per_token(model: nn.Module, length: int) -> float:
-    """Of one token, forward and backward: 6 for every weight that multiplies, and attention over the length.
+    """Of one token, forward and backward, as `operations_of` counts them.
 
-    Attention counts 12 · layers · width · length, as in the PaLM paper, masked half included. Embeddings
-    that only look up are left out; one that is also the last layer counts.
+    Embeddings that only look up are left out; one that is also the last layer counts.
 
     >>> from paceline.lm.gpt import shape_of
     >>> model = GPT(shape_of("gpt:0.3m", vocabulary=100, length=16))
@@ -46,12 +32,10 @@ def operations_per_token(model: nn.Module, length: int) -> float:
     match model:
         case GPT():
             shape = model.shape
-            return (
-                6.0 * (parameters - shape.length * shape.width) + 12.0 * shape.layers * shape.width * length
-            )
+            return operations_of(parameters - shape.length * shape.width, shape.layers, shape.width, length)
         case Pretrained():
             config = model.whole.config.get_text_config()
             width, layers = int(config.hidden_size), int(config.num_hidden_layers)
             untied = 0 if config.tie_word_embeddings else model.vocabulary * width
-            return 6.0 * (parameters - untied) + 12.0 * layers * width * length
+            return operations_of(parameters - untied, layers, width, length)
     return 6.0 * parameters

@@ -1,0 +1,252 @@
+"""What a training costs: all parts together, for a step, for a budget of tokens, and for a run of ours."""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+from paceline.experiments.config import ConfigError, Run, parse_spec
+from paceline.experiments.cost import memory as memories
+from paceline.experiments.cost.communication import Communication, communication
+from paceline.experiments.cost.hardware import Hardware
+from paceline.experiments.cost.memory import Kept, Memory
+from paceline.experiments.cost.optimizer import of_spec
+from paceline.experiments.cost.shape import Shape, named
+from paceline.experiments.cost.speed import (
+    HOST_OF_LAYER,
+    HOST_OF_STEP,
+    computing,
+    micro_batch_seconds,
+    optimizer_seconds,
+)
+from paceline.experiments.cost.training import Training
+
+ROOM = 0.92
+"""Share of a GPU's memory that may be filled: the rest is for CUDA, NCCL and gaps of the allocator."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """Bytes of files, of the whole model."""
+
+    whole: int
+    """Live weights, moments and averages: what a run goes on from."""
+    without_averages: int
+    """The same without averages: AdamW's."""
+    export: int
+    """The returned weights in float32."""
+    export_bfloat16: int
+
+    def seconds(self, bandwidth: float) -> float:
+        """To write all of it at so many bytes a second."""
+        return self.whole / bandwidth
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Of one step of a training."""
+
+    training: Training
+    memory: Memory
+    host_memory: float
+    """Bytes in the host's memory, for each GPU: averages with offload."""
+    operations: float
+    """Of a step, counted as 6 a weight and token, and attention; nothing that is computed twice."""
+    compute_seconds: float
+    """Forward and backward."""
+    optimizer_seconds: float
+    communication: Communication
+    exposed_seconds: float
+    """What is left of communication behind which nothing hides."""
+    step_seconds: float
+    checkpoint: Checkpoint
+
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU has the memory for it."""
+        return self.memory.total <= ROOM * self.training.hardware.memory
+
+    @property
+    def optimizer_share(self) -> float:
+        """Of the step."""
+        return self.optimizer_seconds / self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.training.step_tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak of all GPUs that the counted operations are, over the whole step."""
+        peak = (
+            self.training.hardware.peak
+            if self.training.computing == 2
+            else self.training.hardware.peak_float32
+        )
+        return self.operations / (self.step_seconds * self.training.gpus * peak)
+
+    def hours(self, tokens: float) -> float:
+        """Of a budget."""
+        return tokens / self.tokens_per_second / 3600
+
+    def gpu_hours(self, tokens: float) -> float:
+        """Of a budget, on all GPUs."""
+        return self.hours(tokens) * self.training.gpus
+
+
+def cost(training: Training) -> Cost:
+    """What a step of a training costs.
+
+    >>> from paceline.experiments.cost.hardware import HARDWARE
+    >>> from paceline.experiments.cost.optimizer import PRESETS
+    >>> found = cost(Training(shape=named("gpt2"), hardware=HARDWARE["h200"], optimizer=PRESETS["pace"],
+    ...     micro_batch=16))
+    >>> round(1e3 * found.step_seconds, 1), round(found.memory.total / 1e9, 1), found.fits
+    (35.1, 10.0, True)
+    """
+    compute = training.accumulate * micro_batch_seconds(training)
+    optimizer, spoken = optimizer_seconds(training), communication(training)
+    exposed = max(0.0, spoken.seconds - training.overlap * compute)
+    device = compute + optimizer + exposed + spoken.of_pace_seconds
+    if training.mfu is None:
+        layers = training.accumulate * HOST_OF_LAYER[training.compile] * training.shape.layers
+        device = max(device, layers + HOST_OF_STEP)
+    return Cost(
+        training=training,
+        memory=memories.memory(training),
+        host_memory=float(memories.kept(training).host),
+        operations=training.step_tokens * training.shape.operations_per_token,
+        compute_seconds=compute,
+        optimizer_seconds=optimizer,
+        communication=spoken,
+        exposed_seconds=exposed,
+        step_seconds=device,
+        checkpoint=checkpoint(training),
+    )
+
+
+def checkpoint(training: Training) -> Checkpoint:
+    """Of the whole model, however it is sharded."""
+    state: Kept = memories.kept(replace(training, sharding="ddp", group=None))
+    averages = state.averages + state.host  # with offload they are there; steps are, too
+    return Checkpoint(
+        whole=state.weights + state.moments + averages,
+        without_averages=state.weights + state.moments,
+        export=4 * training.shape.parameters,
+        export_bfloat16=2 * training.shape.parameters,
+    )
+
+
+# --- A run of ours --------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a run of `paceline train` takes on one GPU."""
+
+    cost: Cost
+    """Of a step."""
+    steps: int
+    tokens: int
+    operations: float
+    training_seconds: float
+    evaluation_seconds: float
+    """Of held-out samples, if the run says how many there are; else 0. Saving, compiling and preparing data
+    are not counted."""
+
+    @property
+    def seconds(self) -> float:
+        return self.training_seconds + self.evaluation_seconds
+
+    @property
+    def memory(self) -> float:
+        """Bytes at most on the GPU."""
+        return self.cost.memory.total
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of one."""
+        return self.cost.checkpoint.whole
+
+
+def estimate(
+    run: Run, hardware: Hardware, *, shape: Shape | None = None, samples: int | None = None
+) -> Estimate:
+    """What a run takes on one GPU, before anything is built.
+
+    Arguments:
+        run: as `paceline train` takes it.
+        hardware: the GPU.
+        shape: of a pretrained model, whose name says nothing; or of a tokenizer that is yet to be looked at.
+        samples: of the data, for a budget in epochs.
+
+    >>> from paceline.experiments.cost.hardware import HARDWARE
+    >>> run = Run(model="gpt2", length=1024, batch_size=16, tokens=10**9, compile=True)
+    >>> found = estimate(run, HARDWARE["h200"])
+    >>> found.steps, round(found.seconds / 60), round(found.memory / 1e9, 1)
+    (61035, 36, 10.0)
+    """
+    shape = replace(shape, length=run.length) if shape else _shape_of(run)
+    micro = min(run.micro_batch_size or run.batch_size, run.batch_size)
+    training = Training(
+        shape=shape,
+        hardware=hardware,
+        optimizer=replace(of_spec(run.optimizer), passive=len(run.averages)),
+        precision="float32" if run.precision == "float32" else "bfloat16",
+        compile=run.compile,
+        micro_batch=micro,
+        accumulate=-(-run.batch_size // micro),
+        activation_checkpointing=run.activation_checkpointing,
+        clip=run.clip_norm is not None,
+    )
+    step, steps = cost(training), _steps(run, shape, samples)
+    tokens = steps * run.batch_size * run.length
+    return Estimate(
+        cost=step,
+        steps=steps,
+        tokens=tokens,
+        operations=tokens * shape.operations_per_token,
+        training_seconds=steps * step.step_seconds,
+        evaluation_seconds=_evaluations(run, training, steps),
+    )
+
+
+def _steps(run: Run, shape: Shape, samples: int | None) -> int:
+    """As `paceline train` counts them."""
+    if run.steps is not None:
+        return run.steps
+    if run.epochs is not None:
+        if samples is None:
+            raise ConfigError("the budget is in epochs; give the number of samples of the data")
+        return max(1, round(run.epochs * samples / run.batch_size))
+    tokens = run.tokens if run.tokens is not None else 20 * (run.chinchilla or 0) * shape.parameters
+    return max(1, round(tokens / (run.batch_size * run.length)))
+
+
+def _evaluations(run: Run, training: Training, steps: int) -> float:
+    if run.held_out_samples is None:
+        return 0.0
+    times = -(-steps // (run.evaluate_every or max(1, steps // 10)))
+    shows = 2 if training.optimizer.averages else 1
+    views = shows + training.optimizer.passive
+    batches = -(-run.held_out_samples // training.micro_batch)
+    return times * views * batches * computing(training).seconds / 3  # forward alone
+
+
+def _shape_of(run: Run) -> Shape:
+    """Of a GPT of ours, with the vocabulary that its tokenizer will have."""
+    if run.model != "gpt2" and not run.model.startswith("gpt:"):
+        raise ConfigError(f"model {run.model!r} does not say how large it is; give its shape")
+    name = run.tokenizer
+    if name == "auto":
+        name = "gpt2" if run.model == "gpt2" else "bpe:2048"
+    if name == "gpt2":
+        return named(run.model, length=run.length, vocabulary=50257)
+    kind, sizes, _ = parse_spec(name) if name.startswith("bpe:") else ("", [], {})
+    if kind != "bpe" or len(sizes) != 1 or not isinstance(sizes[0], int):
+        raise ConfigError(
+            f"tokenizer {name[:80]!r} does not say how many tokens it has; give the model's shape"
+        )
+    return named(run.model, length=run.length, vocabulary=sizes[0])
