@@ -96,9 +96,10 @@ def run(options: argparse.Namespace, say: Say) -> int:
         budget = config.make({"tokens": options.tokens}).tokens or 0
     chosen, base = cost(training), cost(replace(training, optimizer=PRESETS["adamw"]))
     if options.json:
-        say(json.dumps(as_mapping(chosen, base, budget, 1e9 * options.disk), indent=1))
-        return 0
-    for line in lines(chosen, base, budget, 1e9 * options.disk):
+        text = json.dumps(as_mapping(chosen, base, budget, 1e9 * options.disk), indent=1).splitlines()
+    else:
+        text = lines(chosen, base, budget, 1e9 * options.disk)
+    for line in text:
         say(line)
     return 0
 
@@ -218,8 +219,8 @@ def _pair(name: str, own: float, base: float, unit: str) -> str:
 def _number(value: float) -> str:
     """Four digits, and all of those before the point.
 
-    >>> _number(0.012345), _number(12.345), _number(123456.7)
-    ('0.01234', '12.35', '123,457')
+    >>> _number(0.012346), _number(12.345), _number(123456.7)
+    ('0.01235', '12.35', '123,457')
     """
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
