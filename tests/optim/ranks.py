@@ -334,10 +334,16 @@ if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    import ranks_checkpoints  # which import this module, under its own name
+    import ranks_training
+
+    scenarios = {**globals(), **vars(ranks_training), **vars(ranks_checkpoints)}
     for name in sys.argv[2:]:
-        print(name, flush=True)  # the last one printed is the one that failed
+        print(
+            f"{time.process_time():.1f} s: {name}", flush=True
+        )  # the last one printed is the one that failed
         room = Path(sys.argv[1]) / name
         room.mkdir(exist_ok=True)
-        globals()[name](room)
+        scenarios[name](room)
         dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Real ranks, two processes on the CPU: DDP and FSDP2 against one process."""
+"""Real ranks, processes on the CPU: DDP and FSDP2 against one process."""
 
 import os
 import socket
@@ -8,41 +8,53 @@ from pathlib import Path
 
 import pytest
 
-RANKS = 2
-
-
-SCENARIOS = (
+TWO_ONLY = (
     *("ddp", "fsdp2_loop", "fsdp2_foreach", "fsdp2_relative", "fsdp2_scaled"),
     *("fsdp2_fused", "fsdp2_clipped", "fsdp2_skip", "fsdp2_dcp", "fsdp2_made_before", "fsdp2_residuals"),
     "unwritable",
 )
+ANY_NUMBER = (
+    *("ddp_training", "fsdp2_training", "fsdp2_low_precision", "fsdp2_rounding", "fsdp2_int8_is_refused"),
+    *("fsdp2_collectives", "fsdp2_caches", "swap", "skipped_steps"),
+    *("reshard", "full_states", "int8_to_shards", "pretrained", "export_memory"),
+)
 
 
-@pytest.mark.slow
-def test_two_ranks(tmp_path):
-    """What each scenario holds is said in ranks.py. All in one pair of processes: they take long to start."""
+def run(folder, size, scenarios):
+    """What each scenario holds is said where it is. All in one set of processes: they take long to start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     processes = []
-    for rank in range(RANKS):
+    for rank in range(size):
         environment = {
             **os.environ,
             "RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
+            "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(tmp_path), *SCENARIOS]
+        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(folder), *scenarios]
         processes.append(
             subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
         )
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    run(tmp_path, 2, (*TWO_ONLY, *ANY_NUMBER))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 4])
+def test_one_rank_and_four(tmp_path, size):
+    run(tmp_path, size, ANY_NUMBER)

@@ -26,7 +26,7 @@ from paceline.optim.rule import (
     shares,
     stays_on_device,
 )
-from paceline.optim.sharded import mesh_of
+from paceline.optim.sharded import means_of, mesh_of
 
 # 64 MiB of float32: large enough that launches do not count, small beside any model worth the path.
 CHUNK_ELEMENTS = 2**24
@@ -219,6 +219,9 @@ def _gains_(
                 own if at is ats[0] else numerator_of(recipe.gain, terms(i)) for i, at in enumerate(ats)
             ]
         torch._foreach_mul_(gains, _number(numbers, gains))
+    elif recipe.gain == "relative":  # means of all at once: they may be over several ranks
+        means = means_of(exp_avg_sqs, denominators[0].dtype)
+        gains = [RATIOS[recipe.gain](terms(i)._replace(mean=mean)) for i, mean in enumerate(means)]
     else:
         gains = [RATIOS[recipe.gain](terms(i)) for i in range(len(ats))]
     torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))

@@ -1,12 +1,13 @@
 """Gradients as a whole: their norm, by which they are clipped, and whether a step is to be skipped."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.optim.rule import Scalar
-from paceline.optim.sharded import sums_of_gradients
+from paceline.optim.sharded import OverRanks, sums_of_gradients
 from paceline.optim.work import ONE_PASS, Work
 
 
@@ -36,23 +37,31 @@ class Gradients(NamedTuple):
         return float(factor) if on_host and not torch.compiler.is_compiling() else factor
 
 
-def look_at(works: list[Work], scaled: Scaled) -> Gradients:
-    """The gradients of a step, before it."""
+def look_at(works: list[Work], scaled: Scaled, over_ranks: OverRanks) -> Callable[[], Gradients]:
+    """The gradients of a step, before it; told once all sums over ranks are asked for."""
     skips = [work for work in works if work.group["skip_nonfinite"]]
-    norm, bad = None, None
-    if any(work.group["max_grad_norm"] is not None for work in works):
-        norm = _sums(works)[0].sqrt()
-        if scaled.scale is not None:
+    clips = any(work.group["max_grad_norm"] is not None for work in works)
+    asked = {id(work): _ask_sums(work, over_ranks) for work in (works if clips else skips)}
+
+    def sums(own: list[Work]) -> Tensor:
+        """Of all their gradients, (2,) as in sharded.py."""
+        parts = [part() for work in own for part in asked[id(work)]]
+        return sum((part.to(parts[0]) for part in parts[1:]), parts[0]) if parts else torch.zeros(2)
+
+    def look() -> Gradients:
+        norm = sums(works)[0].sqrt() if clips else None
+        if norm is not None and scaled.scale is not None:
             norm = norm / scaled.scale.to(norm)
-    if skips:
-        bad = _sums(skips)[1] != 0
-    skip: bool | Tensor = False
-    if any(work.group["capturable"] for work in works):
-        flags = [flag.to(torch.float32) for flag in (scaled.found_inf, bad) if flag is not None]
-        skip = sum(flags[1:], flags[0]) if flags else False
-    elif bad is not None:
-        skip = bool(bad)
-    return Gradients(norm, skip, scaled.scale)
+        bad = sums(skips)[1] != 0 if skips else None
+        skip: bool | Tensor = False
+        if any(work.group["capturable"] for work in works):
+            flags = [flag.to(torch.float32) for flag in (scaled.found_inf, bad) if flag is not None]
+            skip = sum(flags[1:], flags[0]) if flags else False
+        elif bad is not None:
+            skip = bool(bad)
+        return Gradients(norm, skip, scaled.scale)
+
+    return look
 
 
 def refuse_to_skip(works: list[Work]) -> None:
@@ -66,16 +75,16 @@ def refuse_to_skip(works: list[Work]) -> None:
             )
 
 
-def _sums(works: list[Work]) -> Tensor:
-    """Of all gradients of some groups, (2,) as in sharded.py."""
-    parts: list[Tensor] = []
-    rest: list[Tensor] = []
-    for work in works:
-        if not work.members.memo["one pass"] or work.is_sharded():
-            # The parameters' own: a path of one pass sees only this rank's part of what is sharded.
-            rest += [p.grad for p in work.members.parameters if p.grad is not None]
-            continue
-        for kind, part in work.members.by_device().items():
-            parts += ONE_PASS[kind].sums_of_gradients(part, work.group["capturable"])
-    parts += sums_of_gradients(rest)
-    return sum((part.to(parts[0]) for part in parts[1:]), parts[0]) if parts else torch.zeros(2)
+def _ask_sums(work: Work, over_ranks: OverRanks) -> list[Callable[[], Tensor]]:
+    """Of all gradients of a group, (2,) as in sharded.py; to be added up."""
+    parameters = work.members.parameters
+    if not work.members.memo["one pass"] or not work.is_cut_alike():
+        grads = (p.grad for p in parameters if p.grad is not None)
+        return sums_of_gradients(grads, over_ranks)
+    found = []
+    for kind, part in work.members.by_device().items():
+        own = ONE_PASS[kind].sums_of_gradients(part, work.group["capturable"])
+        # A rank that has nothing of any of them asks as the others do.
+        total = sum(own[1:], own[0]) if own else torch.zeros(2, dtype=torch.float64, device=kind)
+        found.append(over_ranks.ask(total, parameters[0]))
+    return found

@@ -15,6 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.nn import Parameter
 
 from paceline.optim.rule import Slot
+from paceline.optim.sharded import cut_of, local
 from paceline.optim.state import State
 
 States = MutableMapping[Tensor, State]
@@ -102,29 +103,38 @@ def count_together(states: list[State], slots: list[Slot]) -> tuple[list[Slot], 
 class Fit:
     """A group of parameters that was fit for a step, and all by which to see that it still is."""
 
-    def __init__(self, params: list[Tensor], members: Members, settings: tuple[object, ...]) -> None:
+    def __init__(
+        self, params: list[Tensor], members: Members, states: list[State], settings: tuple[object, ...]
+    ) -> None:
         self._params = list(params)
         self._parameters, self._rests, self._memo = members.parameters, members.rests, members.memo
         taking_part = set(map(id, members.parameters))
         self._idle = [parameter for parameter in params if id(parameter) not in taking_part]
-        self._states = states = members.states
+        self._seen, self._states = members.states, states
         self._kept = list(_values(states))
         self._arrays = [*self._parameters, *(kept for kept in self._kept if isinstance(kept, Tensor))]
-        self._addresses = list(map(_address, self._arrays))
+        # Of what is cut over ranks, all that follows is about this rank's parts.
+        cuts = list(map(cut_of, self._parameters))
+        self._cuts = cuts if any(cuts) else None
+        parts = self._parts(self._parameters)
+        self._addresses = list(map(_address, self._parts(self._arrays)))
         self._grad_addresses = members.addresses or list(map(_address, members.grads))
         self._looks, self._look_alike = _looks(members.grads), _look_of(members.grads)
-        self._own_looks, self._own_alike = _looks(self._parameters), _look_of(self._parameters)
+        self._own_looks, self._own_alike = _looks(parts), _look_of(parts)
         self._settings = settings
+
+    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors if self._cuts is None else list(map(local, tensors))
 
     @staticmethod
     def can_be(parameters: list[Tensor], states: list[State], slots: list[Slot]) -> bool:
         """Whether there is anything to remember: each parameter once, plain, its gradient lying like it."""
         return len(set(map(id, parameters))) == len(parameters) and all(
-            is_plain(parameter.data)
+            is_plain(local(parameter.data))
             and is_plain(slot.grad)
             and not parameter.is_complex()
             and not parameter.is_meta
-            and slot.grad.stride() == parameter.stride()
+            and slot.grad.stride() == slot.live.stride()
             and "unseeded" not in state
             for parameter, state, slot in zip(parameters, states, slots, strict=True)
         )
@@ -136,6 +146,10 @@ class Fit:
         if not all(map(is_, params, self._params)) or not self._are_where_they_were():
             return None
         grads: list[Any] = list(map(_grad, self._parameters))
+        if self._cuts is not None:
+            if any(grad is None for grad in grads) or list(map(cut_of, grads)) != self._cuts:
+                return None
+            grads = list(map(local, grads))
         # What torch guards with also tells modes apart, of which nothing here depends.
         if not self._look_alike(*grads) and _looks(grads) != self._looks:
             return None
@@ -146,7 +160,7 @@ class Fit:
         addresses = self._grad_addresses
         if not all(addresses) and not all(map(is_plain, grads)):
             return None
-        return Members(self._parameters, self._states, grads, addresses, self._rests, self._memo)
+        return Members(self._parameters, self._seen, grads, addresses, self._rests, self._memo)
 
     def captured(self) -> list[object]:
         """What a graph was captured with."""
@@ -158,9 +172,10 @@ class Fit:
         if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
             return False
         # Also the same tensor may have been given other memory, on another device, or another order of it.
-        if not self._own_alike(*self._parameters) and _looks(self._parameters) != self._own_looks:
+        parts = self._parts(self._parameters)
+        if not self._own_alike(*parts) and _looks(parts) != self._own_looks:
             return False
-        return _are_at(self._arrays, self._addresses)
+        return _are_at(self._parts(self._arrays), self._addresses)
 
 
 class Fits:

@@ -1,7 +1,7 @@
 """The second moment that another optimizer keeps, read from its state."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.optim.rule import Scalar
-from paceline.optim.sharded import layout_of, mesh_of, sums_of
+from paceline.optim.sharded import OverRanks, layout_of, mesh_of, sums_of
 from paceline.optim.state import real
 
 
@@ -47,18 +47,26 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> SecondM
     return None
 
 
-def model_scale(
-    members: Sequence[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]],
-    energies: Sequence[Scalar] = (),
-    elements: int | None = None,
-) -> Scalar:
-    """The root mean square of √v̂ over all of these: parameters, their states and groups. () and ≥ float32,
-    or a float if it can be.
+Members = Sequence[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]]
+"""Parameters, their states and groups."""
 
-    Of others the sum of v̂ may be known already: the `energies`. `elements` counts all, theirs too.
+
+def model_scale(members: Members) -> Scalar:
+    """The root mean square of √v̂ over all of these. () and ≥ float32, or a float if it can be.
 
     Of parameters that have not stepped yet nothing is known, they count as 0. So does a tensor with a NaN or
     Inf: it spoils itself, and must not spoil the rest.
+    """
+    elements = sum(real(parameter).numel() for parameter, _, _ in members)
+    return ask_scale(members, (), elements, OverRanks())()
+
+
+def ask_scale(
+    members: Members, energies: Sequence[Callable[[], Scalar]], elements: int, over_ranks: OverRanks
+) -> Callable[[], Scalar]:
+    """Likewise, once all sums over ranks are asked for.
+
+    Of others the sum of v̂ may be known already: the `energies`. `elements` counts all, theirs too.
     """
     alike: dict[object, list[SecondMoment]] = {}
     for _, state, group in members:
@@ -72,20 +80,31 @@ def model_scale(
             alike.setdefault((layout_of(moment.value), None), []).append(moment)
         elif root != 0:
             alike.setdefault((layout_of(moment.value), root), []).append(moment)
-    parts = list(energies)
+    asked = []
     for moments in alike.values():
-        sums = sums_of([moment.value for moment in moments])
-        roots = [moment.root_correction for moment in moments]
-        tensors = [root for root in roots if isinstance(root, Tensor)]
-        squares = torch.stack(tensors).to(sums).square() if tensors else roots[0] ** 2
-        parts.append(finite_sum(sums / squares))
+        values = [moment.value for moment in moments]
+        asked.append((moments, over_ranks.ask(sums_of(values), values[0])))
+
+    def scale() -> Scalar:
+        return _root_mean([*(energy() for energy in energies), *(_energy(*own) for own in asked)], elements)
+
+    return scale
+
+
+def _energy(moments: list[SecondMoment], sums: Callable[[], Tensor]) -> Tensor:
+    """The sum of v̂ over some tensors, of sums of v."""
+    found, roots = sums(), [moment.root_correction for moment in moments]
+    tensors = [root for root in roots if isinstance(root, Tensor)]
+    squares = torch.stack(tensors).to(found).square() if tensors else roots[0] ** 2
+    return finite_sum(found / squares)
+
+
+def _root_mean(parts: list[Scalar], elements: int) -> Scalar:
     if not parts:
         return 0.0
     total = parts[0]
     for part in parts[1:]:
         total = total + (part.to(total) if isinstance(part, Tensor) and isinstance(total, Tensor) else part)
-    if elements is None:
-        elements = sum(real(parameter).numel() for parameter, _, _ in members)
     mean = total / max(elements, 1)
     # At least the smallest number, whose root has a derivative.
     if isinstance(mean, Tensor):

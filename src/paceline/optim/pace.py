@@ -15,6 +15,7 @@ from paceline.optim.gradients import Scaled, look_at, refuse_to_skip
 from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
 from paceline.optim.members import Fits
 from paceline.optim.recipe import AverageDtype, Gain, Gap, Recipe, Rounding
+from paceline.optim.sharded import OverRanks
 from paceline.optim.state import (
     State,
     allocate,
@@ -251,14 +252,18 @@ class PACE(Averaging):
 
         works = plan_all(self.state, self.param_groups, self._fits)
         scaled = Scaled(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        gradients = look_at(works, scaled)
+        # Whatever is to be known of the whole model is added up over ranks at once.
+        over_ranks = OverRanks()
+        look = look_at(works, scaled, over_ranks)
+        scale_of = scale_before(self.state, works, over_ranks)
+        gradients = look()
         self.grad_norm = gradients.norm
         if gradients.skip is True:
             return loss
         skip = gradients.skip if isinstance(gradients.skip, Tensor) else None
         if skip is not None:
             refuse_to_skip(works)
-        scale = scale_before(self.state, works)
+        scale = scale_of()
         for group, members, path, anew in works:
             if anew:
                 self._seed_again(members.parameters, group)

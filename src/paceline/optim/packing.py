@@ -30,8 +30,9 @@ def refusal(live: Tensor, group: dict[str, Any]) -> str | None:
     """Why a parameter cannot be opened, in words that follow its name; None if it can."""
     if is_rounded(live, group) and mesh_of(live) is not None:
         return (
-            f"is sharded over several ranks, and only fused=True on a GPU rounds such weights; use "
-            f'rounding="nearest" instead of {group["rounding"]!r}'
+            "is sharded over several ranks, and the step needs more of it than a rank's part "
+            '(gain="relative", or a gradient that is cut in another way), which rounding='
+            f'{group["rounding"]!r} excludes; use gain="scaled" or rounding="nearest"'
         )
     return None
 

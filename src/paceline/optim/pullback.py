@@ -99,9 +99,16 @@ class Pullback(Wrapper):
         super().__init__(base, completed(settings))
         self.defaults["return_power"] = return_power  # as it was said: a loaded state may have none
 
+    # Of the step that is being taken, where a group asked for it.
+    _scale_now: Scalar | None = None
+
     def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> "list[Chunk]":
         recipe = recipe_of(group)
-        scale = self._scale() if recipe.gain == "scaled" and recipe.pullback_strength != 0 else 1.0
+        if group is self.param_groups[0]:
+            self._scale_now = None
+        scale: Scalar = 1.0
+        if recipe.gain == "scaled" and recipe.pullback_strength != 0:
+            scale = self._scale_now = self._scale() if self._scale_now is None else self._scale_now
         return prepare(self._memory, parameters, stays_on_device(recipe), lambda t: recipe, scale)
 
     def _scale(self) -> Scalar:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim.recipe import Gain, Recipe
+from paceline.optim.sharded import means_of
 
 Scalar = float | Tensor
 
@@ -40,6 +41,7 @@ class Terms(NamedTuple):
     strength: Scalar  # every ratio is proportional to it
     out: Tensor | None  # where to write the ratio, shaped like denominator and perhaps denominator itself
     scale: Scalar = 1.0  # root mean square of √v̂ over the whole model, before this step
+    mean: Tensor | None = None  # of v, where it is known already; a NaN or Inf counts as 0
 
 
 def paper_numerator(lr: Scalar, strength: Scalar, scale: Scalar) -> Scalar:
@@ -84,9 +86,8 @@ def uniform_ratio(terms: Terms) -> Tensor:
 def relative_ratio(terms: Terms) -> Tensor:
     """R_i = R · clip(rms(√v̂) / (√v̂_i + ε), ¼, 4): blind to loss scale, learning rate and size."""
     # A NaN or Inf gradient spoils its own coordinate, not the whole tensor's mean.
-    spared = terms.exp_avg_sq.to(terms.denominator.dtype).nan_to_num(nan=0.0, posinf=0.0)
-    rms = spared.mean().sqrt() / terms.root_correction
-    del spared
+    mean = means_of([terms.exp_avg_sq], terms.denominator.dtype)[0] if terms.mean is None else terms.mean
+    rms = mean.sqrt() / terms.root_correction
     spread = torch.mul(torch.reciprocal(terms.denominator, out=terms.out), rms, out=terms.out)
     return torch.mul(torch.clamp(spread, 0.25, 4.0, out=terms.out), terms.strength, out=terms.out)
 

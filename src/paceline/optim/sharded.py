@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -28,14 +29,60 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
+def cut_of(tensor: Tensor) -> object:
+    """How a tensor is cut over ranks; None: it is not."""
+    return (tensor.device_mesh, tensor.placements) if _is_sharded(tensor) else None
+
+
 def layout_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, object]:
-    """Alike for tensors whose sums one collective can take together."""
-    cut = (tensor.device_mesh, tensor.placements) if _is_sharded(tensor) else None
-    return tensor.device, tensor.dtype, cut
+    """Alike for tensors whose sums can be taken together."""
+    return tensor.device, tensor.dtype, cut_of(tensor)
+
+
+# --- Sums over all ranks ----------------------------------------------------------------------------
+
+
+class OverRanks:
+    """Sums that are asked for one after another, then added up over ranks all at once.
+
+    That takes one collective for each set of ranks, and none for tensors that are not cut.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[torch.device, DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
+        self._added: dict[object, list[Tensor]] = {}
+
+    def ask(self, sums: Tensor, like: Tensor) -> Callable[[], Tensor]:
+        """Sums over this rank's part of tensors that are cut like that one.
+
+        What is returned gives those over the whole tensors, on every rank. Nothing can be asked after it.
+        """
+        # Whatever is no copy is a part, which a placement of FSDP2 around tensor parallelism does not say.
+        cuts = enumerate(like.placements) if _is_sharded(like) else ()
+        dimensions = tuple(i for i, placement in cuts if not placement.is_replicate())
+        mesh = mesh_of(like)
+        if mesh is None or all(mesh.size(i) == 1 for i in dimensions):
+            return lambda: sums
+        key = sums.device, mesh, dimensions
+        asked = self._asked.setdefault(key, [])
+        place = len(asked)
+        asked.append(sums)
+        return lambda: self._add(key)[place]
+
+    def _add(self, key: "tuple[torch.device, DeviceMesh, tuple[int, ...]]") -> list[Tensor]:
+        if key not in self._added:
+            (_, mesh, dimensions), asked = key, self._asked[key]
+            # Parts that are kept in the host's memory are added up where the ranks' devices are.
+            total = torch.cat([sums.double().flatten() for sums in asked]).to(mesh.device_type)
+            for i in dimensions:
+                torch.distributed.all_reduce(total, group=mesh.get_group(i))
+            pieces = zip(torch.split(total, [sums.numel() for sums in asked]), asked, strict=True)
+            self._added[key] = [piece.view(sums.shape).to(sums) for piece, sums in pieces]
+        return self._added[key]
 
 
 def sums_of(tensors: "list[Tensor]") -> Tensor:
-    """The sum of each, none of which is negative: (tensors,), at least float32, whole on every rank.
+    """The sum of each, none of which is negative: (tensors,), at least float32; of this rank's parts.
 
     They have one layout.
     """
@@ -44,37 +91,44 @@ def sums_of(tensors: "list[Tensor]") -> Tensor:
         sums = torch.stack([part.sum(dtype=dtype) for part in parts])  # its norms add up in sequence
     else:
         sums = torch.stack(torch._foreach_norm(parts, 1, dtype))
-    return _over_ranks(sums, tensors[0])
+    return sums
 
 
-def sums_of_gradients(grads: "list[Tensor]") -> "list[Tensor]":
+def means_of(tensors: "list[Tensor]", dtype: torch.dtype) -> "list[Tensor]":
+    """The mean of each, () in that precision, whole on every rank; a NaN or Inf counts as 0.
+
+    All of them are sharded, or none.
+    """
+    if tensors[0].requires_grad or not _is_sharded(tensors[0]):  # a derivative goes through torch's own
+        return [tensor.to(dtype).nan_to_num(nan=0.0, posinf=0.0).mean() for tensor in tensors]
+    over_ranks = OverRanks()
+    asked = []
+    for tensor in tensors:
+        spared = local(tensor).to(dtype).nan_to_num(nan=0.0, posinf=0.0)
+        asked.append(over_ranks.ask(spared.sum() / max(tensor.numel(), 1), tensor))
+    return [mean() for mean in asked]
+
+
+def sums_of_gradients(grads: "Iterable[Tensor]", over_ranks: OverRanks) -> "list[Callable[[], Tensor]]":
     """For each layout among them (2,) float64, whole on every rank: the sum of squares, and 0 or, if a
     gradient has a NaN or Inf, NaN."""
     alike: dict[object, list[Tensor]] = {}
     for grad in grads:
         alike.setdefault(layout_of(grad), []).append(grad)
-    found = []
-    for own in alike.values():
-        both = torch.zeros(2, dtype=torch.float64, device=own[0].device)
-        parts = [part for part in map(local, own) if part.numel()]  # a rank may have none
-        if parts:
-            dtype = torch.promote_types(parts[0].dtype, torch.float32)
-            squares, most = (torch.stack(torch._foreach_norm(parts, order, dtype)) for order in (2, math.inf))
-            # A squared norm may overflow where all is finite. 0 times what is not is NaN, and a NaN survives
-            # the sum over tensors and ranks.
-            both[0], both[1] = squares.abs().double().square().sum(), (most.abs().double() * 0).sum()
-        found.append(_over_ranks(both, own[0]))
-    return found
+    return [over_ranks.ask(squares_of(list(map(local, own))), own[0]) for own in alike.values()]
 
 
-def _over_ranks(sums: Tensor, like: Tensor) -> Tensor:
-    """Sums over this rank's part of a tensor, or of several of its layout, as those over the whole."""
-    if not _is_sharded(like):
-        return sums
-    kinds = sys.modules["torch.distributed.tensor"]
-    placements = [kinds.Partial() if p.is_shard() else kinds.Replicate() for p in like.placements]
-    spread: Tensor = kinds.DTensor.from_local(sums, like.device_mesh, placements, run_check=False)
-    return whole(spread)
+def squares_of(grads: "list[Tensor]") -> Tensor:
+    """Likewise for plain ones of one device and precision."""
+    both = torch.zeros(2, dtype=torch.float64, device=grads[0].device)
+    parts = [grad for grad in grads if grad.numel()]  # a rank may have none
+    if parts:
+        dtype = torch.promote_types(parts[0].dtype, torch.float32)
+        squares, most = (torch.stack(torch._foreach_norm(parts, order, dtype)) for order in (2, math.inf))
+        # A squared norm may overflow where all is finite. 0 times what is not is NaN, and a NaN survives
+        # the sum over tensors and ranks.
+        both[0], both[1] = squares.abs().double().square().sum(), (most.abs().double() * 0).sum()
+    return both
 
 
 def sharded_like(value: Tensor, tensor: Tensor) -> Tensor:
@@ -95,7 +149,10 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; any other as it is."""
-    return tensor.to_local() if _is_sharded(tensor) else tensor
+    if not _is_sharded(tensor):
+        return tensor
+    # Of a parameter torch's to_local() makes a view, each time.
+    return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
 
 def is_writer() -> bool:

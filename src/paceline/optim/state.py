@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim.recipe import AverageDtype
-from paceline.optim.sharded import local, mesh_of
+from paceline.optim.sharded import local, mesh_of, sharded_like, whole
 from paceline.optim.storage import SALTS, STORAGES, decode, encode_, joined, scales_of
 
 State = dict[str, Tensor]
@@ -94,7 +94,12 @@ def average_of(state: State, name: str, live: Tensor) -> Tensor:
     """An average of a parameter with these live weights: the one kept, or made now. At least float32."""
     if name in state:
         return settled(state[name], live)
-    residual = decode(state[residual_key(name)], state.get(scale_key(name)))
+    codes, scale = state[residual_key(name)], state.get(scale_key(name))
+    if scale is not None and mesh_of(codes) is not None:
+        # Loaded from one process into an optimizer that will keep it otherwise: its blocks are of the whole.
+        residual = sharded_like(decode(whole(codes), whole(scale)), codes)
+    else:
+        residual = decode(codes, scale)
     return in_full(live, state) - residual.to(live.device)
 
 

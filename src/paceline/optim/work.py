@@ -1,7 +1,7 @@
 """What a step has to do for one parameter group; whatever can be refused is refused here, before it."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_
 from paceline.optim import fused, native, packing
 from paceline.optim.foreach import PLAIN, chunks, foreach_step_
 from paceline.optim.members import Fit, Fits, Members, States, count_together
-from paceline.optim.moments import model_scale
+from paceline.optim.moments import ask_scale
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, pace_step_
-from paceline.optim.sharded import layout_of, local, mesh_of, sums_of_gradients
+from paceline.optim.sharded import OverRanks, cut_of, local, mesh_of, squares_of
 from paceline.optim.state import State, allocate, conform, keeps, name_of, real, residual_key
 
 
@@ -43,12 +43,12 @@ class Work(NamedTuple):
         one_pass = self.members.memo["one pass"] and self.group["capturable"]
         return bool(one_pass and all(ONE_PASS[kind].can_skip for kind in kinds))
 
-    def is_sharded(self) -> bool:
-        """Whether parameters are cut over several ranks."""
+    def is_cut_alike(self) -> bool:
+        """Whether all parameters are cut over ranks in one way, or none is."""
         memo = self.members.memo
-        if "sharded" not in memo:
-            memo["sharded"] = any(mesh_of(parameter) is not None for parameter in self.members.parameters)
-        return bool(memo["sharded"])
+        if "cut alike" not in memo:
+            memo["cut alike"] = len(set(map(cut_of, self.members.parameters))) <= 1
+        return bool(memo["cut alike"])
 
 
 def plan_all(states: States, groups: list[dict[str, Any]], fits: Fits) -> list[Work]:
@@ -63,8 +63,8 @@ def plan_all(states: States, groups: list[dict[str, Any]], fits: Fits) -> list[W
 def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work:
     compiling = torch.compiler.is_compiling()
     # A compiler cannot look into C; it makes one pass of the foreach path itself.
-    kept = group["return_power"] is None, group["betas"][0] == 0
-    settings = (*kept, *[group[name] for name in _SETTINGS], compiling)
+    there = group["return_power"] is None, group["betas"][0] == 0
+    settings = (*there, *[group[name] for name in _SETTINGS], compiling)
     _check_capture(states, group, compiling)
     members = None if compiling else fits.again(number, group["params"], settings)
     if members is not None:
@@ -73,11 +73,12 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
     parameters = [parameter for _, parameter in places]
     slots = [_slot(states, parameter, group, number, i) for i, parameter in places]
     one_pass = not compiling and _takes_one_pass(group, number, places, slots)
+    if one_pass or (not compiling and _goes_by_parts(group, slots)):
+        slots = [Slot(*map(_local, slot)) for slot in slots]
     own = [states[parameter] for parameter in parameters]
     fit = bool(own) and not compiling and Fit.can_be(parameters, own, slots)
     memo: dict[str, Any] = {"one pass": one_pass}
     if one_pass:
-        slots = [Slot(*map(_local, slot)) for slot in slots]
         if fit and not group["capturable"]:
             slots, memo["counts"] = count_together(own, slots)
     else:
@@ -85,14 +86,36 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
         for (i, _), slot in zip(places, slots, strict=True):
             if reason := packing.refusal(slot.live, group):
                 raise RuntimeError(f"{name_of(group, number, i)} {reason}")
-    members = Members.of(parameters, own, slots, one_pass, memo)
+    kept = [_beside(slot.live, state) for slot, state in zip(slots, own, strict=True)]
+    members = Members.of(parameters, kept, slots, one_pass, memo)
     if fit:
-        fits.keep(number, Fit(group["params"], members, settings), states)
+        fits.keep(number, Fit(group["params"], members, own, settings), states)
     return Work(group, members, _path(group, members), anew=True)
 
 
 def _local(array: Tensor | None) -> Any:
     return None if array is None else local(array)
+
+
+def _beside(live: Tensor, state: State) -> State:
+    """The state of a parameter, cut as the live weights that a path sees."""
+    if mesh_of(live) is not None or all(mesh_of(value) is None for value in state.values()):
+        return state
+    return {key: local(value) for key, value in state.items()}
+
+
+def _goes_by_parts(group: dict[str, Any], slots: list[Slot]) -> bool:
+    """Whether a rank can update its own parts of parameters as if they were all there is.
+
+    What is done to a weight depends on no other one, but for the mean over a tensor of gain="relative".
+    """
+    if group["gain"] == "relative" or group["differentiable"]:
+        return False
+    return all(_is_cut_alike(slot) for slot in slots)
+
+
+def _is_cut_alike(slot: Slot) -> bool:
+    return all(array is None or cut_of(array) == cut_of(slot.live) for array in slot[:6])
 
 
 # --- The choice of a path ---------------------------------------------------------------------------
@@ -149,7 +172,7 @@ def _warn_once(text: str) -> None:
 
 def path_name(group: dict[str, Any]) -> str:
     """Which path the parameters of a group take, as far as it can be known before there are gradients."""
-    known = [parameter for parameter in group["params"] if not is_lazy(parameter)]
+    known = [local(parameter.detach()) for parameter in group["params"] if not is_lazy(parameter)]
     kinds = {parameter.device.type for parameter in known}
     wanted = _may_fuse(group) and (group["fused"] or kinds == {"cuda"})
     able = kinds and wanted and all(missing(kind) is None for kind in kinds)
@@ -186,7 +209,9 @@ _SETTINGS = (
 def _path(group: dict[str, Any], members: Members) -> Path:
     if members.memo["one pass"]:
         return _one_pass_step_
-    path = foreach_step_ if _takes_foreach(group, members.parameters) else _loop_step_
+    path = (
+        foreach_step_ if _takes_foreach(group, [local(slot.live) for slot in members.rests]) else _loop_step_
+    )
     return partial(_packed_step_, path, group) if members.memo["packed"] else partial(_plain_step_, path)
 
 
@@ -271,7 +296,7 @@ class OnePass(NamedTuple):
     """Of members, β₂ and capturable: the sum of v̂ over all of them, without those with a NaN or Inf;
     None if none has stepped."""
     sums_of_gradients: Callable[[Members, bool], list[Tensor]]
-    """Of members and capturable: as in sharded.py."""
+    """Of members and capturable: as in sharded.py, of this rank's parts; none if there are none."""
     dtypes: tuple[torch.dtype, ...]
     """Of parameters that it takes."""
     can_skip: bool
@@ -284,7 +309,7 @@ ONE_PASS = {
         refusal=native.refusal,
         step_=lambda members, recipe, whole: native.native_step_(members, recipe, whole.scale, whole.factor),
         energy_of=native.energy_of,
-        sums_of_gradients=lambda members, capturable: sums_of_gradients(members.grads),
+        sums_of_gradients=lambda members, capturable: [squares_of(members.grads)],
         dtypes=(torch.float32,),
         can_skip=False,
     ),
@@ -301,8 +326,7 @@ ONE_PASS = {
 
 
 def _refusal(slot: Slot) -> str | None:
-    arrays = [array for array in slot if array is not None]
-    if any(layout_of(array)[2] != layout_of(slot.live)[2] for array in arrays[:-1]):
+    if not _is_cut_alike(slot):
         return "and its gradient and state are not cut alike over ranks"
     reason: str | None = ONE_PASS[slot.live.device.type].refusal(Slot(*map(_local, slot)))
     return reason
@@ -337,11 +361,12 @@ def _loop_step_(slots: list[Slot], recipe: Recipe, scale: Scalar, factor: Scalar
         pace_step_(slot, recipe, scale, factor)
 
 
-def scale_before(states: States, works: list[Work]) -> Scalar:
-    """The root mean square of √v̂ over all that this step will move, if a group asks for it."""
+def scale_before(states: States, works: list[Work], over_ranks: OverRanks) -> Callable[[], Scalar]:
+    """The root mean square of √v̂ over all that this step will move, if a group asks for it; told once all
+    sums over ranks are asked for."""
     if not any(work.group["gain"] == "scaled" and work.group["pullback_strength"] != 0 for work in works):
-        return 1.0
-    energies: list[Scalar] = []
+        return lambda: 1.0
+    energies: list[Callable[[], Scalar]] = []
     rest: list[tuple[Tensor, State, dict[str, Any]]] = []
     elements = 0
     for work in works:
@@ -350,12 +375,23 @@ def scale_before(states: States, works: list[Work]) -> Scalar:
         if "elements" not in memo:
             memo["elements"] = sum(real(parameter).numel() for parameter in parameters)
         elements += memo["elements"]
-        # Sums of what is cut over ranks are to be taken together, which `model_scale` does.
-        if memo["one pass"] and not work.is_sharded():
-            for kind, part in work.members.by_device().items():
-                energy = ONE_PASS[kind].energy_of(part, group["betas"][1], group["capturable"])
-                if energy is not None:
-                    energies.append(energy)
+        if memo["one pass"] and work.is_cut_alike():
+            energies += _energies(work, over_ranks)
         else:
             rest += [(parameter, states[parameter], group) for parameter in parameters]
-    return model_scale(rest, energies, elements)
+    return ask_scale(rest, energies, elements, over_ranks)
+
+
+def _energies(work: Work, over_ranks: OverRanks) -> Iterator[Callable[[], Scalar]]:
+    like = work.members.parameters[0]
+    for kind, part in work.members.by_device().items():
+        energy = ONE_PASS[kind].energy_of(part, work.group["betas"][1], work.group["capturable"])
+        if mesh_of(like) is not None:  # a rank that has nothing of any of them asks as the others do
+            number = torch.as_tensor(0.0 if energy is None else energy, dtype=torch.float64, device=kind)
+            yield over_ranks.ask(number, like)
+        elif energy is not None:
+            yield partial(_same, energy)
+
+
+def _same(energy: Scalar) -> Scalar:
+    return energy
