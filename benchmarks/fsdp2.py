@@ -69,10 +69,9 @@ def main() -> None:
             medians = {kind: 1e3 * statistics.median(times) for kind, times in found.items()}
             row[what] = {**medians, "ratio": medians["FSDP2"] / medians["bare"]}
         rows.append(row)
-        print(
-            f"{gain}: {row['path']}; busy {row['busy']['FSDP2']:.3f} ms, {row['busy']['ratio']:.3f} of the bare "
-            f"step; from an idle device to an idle one {row['wall']['FSDP2']:.3f} ms, {row['wall']['ratio']:.3f}"
-        )
+        print(f"{gain}: {row['path']}")
+        for what, meaning in (("busy", "busy with it"), ("wall", "from an idle device to an idle one")):
+            print(f"  {meaning}: {row[what]['FSDP2']:.3f} ms, {row[what]['ratio']:.3f} of the bare step")
         assert device == "cpu" or paths["FSDP2"] == paths["bare"], paths
     if options.record:
         about = {"benchmark": "fsdp2", **environment(device), "rounds": options.rounds, "rows": rows}

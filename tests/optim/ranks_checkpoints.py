@@ -16,7 +16,6 @@ from ranks import full, make_model
 from ranks_training import (
     TOLERANCE,
     averages,
-    make_tied,
     my_share,
     pace,
     pullback,
