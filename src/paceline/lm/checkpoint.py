@@ -29,6 +29,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -348,7 +349,8 @@ def _read_shards(folder: Path, described: Mapping[str, Any], like: Mapping[str, 
             tensors[path] = torch.empty_like(own, dtype=dtype)
         else:
             tensors[path] = torch.empty(size, dtype=dtype)
-    with _one_error(), torch.no_grad():
+    with _one_error(), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each reads for itself
         load_shards(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
