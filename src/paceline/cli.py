@@ -1,6 +1,7 @@
 """The command `paceline`: compare, train, evaluate, export, data, look into folders, bench, cost, theory."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from paceline.experiments.bench import command as bench
 from paceline.experiments.compare.method import DEFAULT as METHODS
 from paceline.experiments.config import ConfigError
 from paceline.experiments.cost import command as cost
-from paceline.experiments.terminal import printable
+from paceline.experiments.terminal import own_rank, printable
 from paceline.experiments.theory import command as theory
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ methods: NAME, or NAME:setting=value/AVERAGE@SCHEDULE, e.g. pace:ema_power=0.7/p
   paceline train sft --out runs/chat --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl \\
       --length 1024 --epochs 1
       fine-tuning on conversations, for one pass
+  torchrun --nproc-per-node 8 --no-python paceline train pretrain --out runs/large --model gpt2 --tokens 2B \\
+      --parallel fsdp2
+      on eight GPUs, weights and averages in shards (docs/distributed.md)
 
 Stop it whenever you like (Ctrl-C): the same command goes on where it was. Settings may also stand in a
 file (--config run.toml), under the same names; flags win over it.""",
@@ -105,14 +109,21 @@ def _report(error: BaseException) -> int:
     from paceline.lm.memory import explain_memory
 
     if isinstance(error, Interrupted):
-        print(f"paceline: {error}; the same command goes on", file=sys.stderr)
+        if not own_rank():
+            print(f"paceline: {error}; the same command goes on", file=sys.stderr)
         return 128 + error.number
     return _fail(explain_memory(error) or error, 1)
 
 
 def _fail(error: object, code: int) -> int:
-    text = " ".join(str(error).split()) or type(error).__name__
-    print(f"paceline: {printable(text)}", file=sys.stderr)
+    text = printable(" ".join(str(error).split()) or type(error).__name__)
+    if (rank := own_rank()) is not None:
+        text = f"rank {rank}: {text}"
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun then says it beside the rank, at its end
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(RuntimeError(text))
+    print(f"paceline: {text}", file=sys.stderr)
     return code
 
 
@@ -187,8 +198,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-# Of a run, but chosen for each by a comparison.
-COMPARED = frozenset({"optimizer", "schedule", "averages", "lr", "telemetry_every", "keep", "fork"})
+# Of a run, but chosen for each by a comparison, whose runs are each of one process.
+COMPARED = frozenset(
+    {"optimizer", "schedule", "averages", "lr", "telemetry_every", "keep", "fork", "parallel", "shards"}
+)
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
@@ -335,6 +348,9 @@ def _train(options: argparse.Namespace) -> int:
     from paceline.experiments.run import Notice, execute
 
     check_methods(run)
+    if own_rank():  # the first speaks for all
+        display.drive(execute(run, options.out, lambda text: None), [])
+        return 0
     with display.shown() as screen:
         others = [sinks.make(name, options.out, run) for name in options.log]
         tell = lambda text: screen.take(Notice(text=text))  # noqa: E731

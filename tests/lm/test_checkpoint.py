@@ -289,7 +289,7 @@ def test_the_newest_that_is_whole_is_found_and_the_damaged_are_named(tmp_path):
     data[-1] ^= 1
     (tmp_path / "step-00000006" / "live.safetensors").write_bytes(data)
     found, problems = checkpoint.newest(tmp_path)
-    assert found["facts"] == {"step": 4}
+    assert checkpoint.load_facts(found) == {"step": 4}
     assert [problem.partition(" is damaged: ")[0] for problem in problems] == [
         str(tmp_path / "step-00000008"),
         str(tmp_path / "step-00000006"),

@@ -16,6 +16,7 @@ from paceline.lm.batch import First, Samples
 from paceline.lm.evaluate import summed_loss
 from paceline.lm.gpt import GPT, shape_of
 from paceline.lm.loop import Plan, Trainee
+from paceline.lm.parallel import ALONE, Ranks
 from paceline.lm.shards import Windows
 
 
@@ -44,13 +45,13 @@ class _Material:
     about: dict[str, Any]
 
 
-def build(run: Run, tell: data.Tell) -> Job:
+def build(run: Run, tell: data.Tell, ranks: Ranks = ALONE) -> Job:
     """Build a run. Its random numbers are drawn from its seed here and from then on."""
     methods.check_methods(run)
-    device = _device(run.device)
+    device = ranks.device or _device(run.device)
     torch.manual_seed(run.seed)
     material = (_sft if run.task == "sft" else _pretrain)(run, tell)
-    model = material.model.to(device)
+    model, called = ranks.spread(material.model, device)
     optimizer = methods.make_optimizer(run, model)
     plan = _plan(run, material, device)
     views, returned = methods.make_views(optimizer)
@@ -65,6 +66,8 @@ def build(run: Run, tell: data.Tell) -> Job:
         held_out={"held-out": held_out},
         views=views,
         loss_of=torch.compile(summed_loss) if run.compile else summed_loss,
+        ranks=ranks,
+        called=called,
     )
     about = {
         "samples": len(material.samples),
@@ -251,7 +254,9 @@ def fork(job: Job, where: str) -> int:
 
     Settings of the optimizer stay those of this run.
     """
-    saved = checkpoint.load(_checkpoint_named(where))
+    place = _checkpoint_named(where)
+    job.trainee.ranks.of_first(lambda: checkpoint.check(place))
+    saved = checkpoint.read(place, checkpoint.named_tensors(job.trainee.model))
     step: int = saved["facts"]["progress"]["step"]
     if step >= job.plan.steps:
         raise ConfigError(f"fork {where!r} is of step {step}; this run ends at step {job.plan.steps}")

@@ -48,9 +48,9 @@ class Run:
     length: int = 128
     """Tokens of a sample."""
     batch_size: int = 16
-    """Samples a step."""
+    """Samples a step, on all ranks together."""
     micro_batch_size: int | None = None
-    """Samples at once through the model, for less memory; none: all of the step."""
+    """Samples at once through the model, for less memory; none: all of the step, or of a rank's share."""
     steps: int | None = None
     """How long to train; or one of the next three."""
     tokens: int | None = None
@@ -79,6 +79,10 @@ class Run:
     """cpu, cuda, cuda:1; auto: a GPU if there is one."""
     compile: bool = False
     """torch.compile: a minute or two at first, faster from then on."""
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """On several ranks, started by torchrun: the whole model on each, or all of it in shards."""
+    shards: int | None = None
+    """With fsdp2, how many ranks share one copy of the weights; none: all of them share one."""
     activation_checkpointing: bool = False
     """Compute activations twice instead of keeping them."""
     dropout: float = 0.0
@@ -108,6 +112,7 @@ class Run:
 # Settings that may differ when a run goes on: they do not change what is computed in what was done.
 MAY_CHANGE = frozenset(
     {"evaluate_every", "checkpoint_every", "keep", "workers", "skip_nonfinite", "telemetry_every", "device"}
+    | {"parallel", "shards"}
 )
 
 
@@ -121,6 +126,7 @@ def _check(run: Run) -> None:
         "evaluate_every",
         "checkpoint_every",
         "telemetry_every",
+        "shards",
     ):
         value = getattr(run, name)
         _require(value is None or value >= 1, name, value, "at least 1")
@@ -140,6 +146,10 @@ def _check(run: Run) -> None:
         )
     _require(bool(run.data) and all(run.data), "data", run.data, "at least one file, folder or name")
     _require(all(run.held_out), "held_out", run.held_out, "files, folders or names")
+    if run.shards is not None and run.parallel != "fsdp2":
+        raise ConfigError(
+            f"shards is {run.shards}; it goes with parallel fsdp2, and here it is {run.parallel}"
+        )
     if run.task == "sft" and run.model.startswith("gpt:"):
         raise ConfigError(
             f"model {run.model!r} has no chat template to fine-tune with; give a pretrained model"

@@ -72,8 +72,7 @@ def _checkpoint(folder: Path) -> tuple[list[str], bool]:
         lines = [
             f"{folder.name}: whole; step {facts['progress']['step']} of a {facts['config']['task']} run of "
             f"{facts['config']['model']} with {facts['config']['optimizer']}; {size:,} bytes",
-            f"  live.safetensors: the live weights ({len(described['live'])} tensors)",
-            f"  optimizer.safetensors: {_remembered(described['optimizer'])}",
+            *_parts(described, manifest["files"]),
             f"  returned by this run: {facts['returned']}",
         ]
         if facts["best"]:
@@ -82,6 +81,15 @@ def _checkpoint(folder: Path) -> tuple[list[str], bool]:
         return lines, True
     except (checkpoint.Damaged, ValueError, KeyError, TypeError, OSError) as error:
         return [f"{folder.name}: NOT whole: {error}"], False
+
+
+def _parts(described: dict[str, Any], files: dict[str, Any]) -> list[str]:
+    live = f"the live weights ({len(described['live'])} tensors)"
+    remembered = _remembered(described["optimizer"])
+    if "live.safetensors" in files:
+        return [f"  live.safetensors: {live}", f"  optimizer.safetensors: {remembered}"]
+    count = len(files) - 1  # state.json
+    return [f"  in {count} shard(s): live.NAME, {live}", f"  optimizer.NAME: {remembered}"]
 
 
 def _remembered(entries: dict[str, Any]) -> str:

@@ -65,6 +65,23 @@ class Writer:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
+class Nowhere:
+    """Of a rank that leaves records to the first."""
+
+    def write(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Leave it."""
+
+    def position(self) -> int:
+        """Nothing is written."""
+        return 0
+
+    def flush(self) -> None:
+        """Nothing is there to read."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
 def _known(value: Any) -> Any:
     """The same with None for numbers that are not finite, which JSON has no words for."""
     if isinstance(value, float):

@@ -11,8 +11,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from paceline.lm import checkpoint
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import locked, new_folder, remove_temporary
 from paceline.lm.loop import Evaluation, Progress, Step, train
+from paceline.lm.parallel import Ranks, joined
 from paceline.lm.throughput import operations_per_token, peak_of
 from paceline.optim import probe
 from paceline.optim.readings import Reading
@@ -72,27 +74,46 @@ class Interrupted(RuntimeError):
 def execute(run: Run, folder: Path, tell: Callable[[str], None]) -> Iterator[Event]:
     """Do a run, or the rest of it, and yield what happens. Everything is written to its folder.
 
-    `tell` hears of long preparations while they go on.
+    `tell` hears of long preparations while they go on. Of several ranks each does this, and the first alone
+    writes.
     """
-    with locked(folder):
-        checkpoints = folder / "checkpoints"
-        checkpoints.mkdir(exist_ok=True)
-        for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
-            remove_temporary(place)
-        saved, problems = checkpoint.newest(checkpoints)
-        if problems and saved is None:
-            raise ValueError(f"{problems[0]}; there is no other to go on from (to begin anew, move it away)")
+    with ExitStack() as stack:
+        ranks = stack.enter_context(_joined(run))
+        ranks.of_first(lambda: stack.enter_context(locked(folder)))
+        found, problems = ranks.of_first(lambda: _look(folder, run))
         for problem in problems:
             yield Notice(text=f"{problem}; going on from an earlier one")
-        if saved is not None:
-            refuse_changes(saved["facts"]["config"], run)
-        running = _Running(run, folder, build.build(run, tell))
+        running = _Running(run, folder, build.build(run, tell, ranks))
         try:
-            running.begin(saved)
+            running.begin(found)
             yield running.started()
             yield from running.go_on()
         finally:
             running.close()
+
+
+@contextmanager
+def _joined(run: Run) -> Iterator[Ranks]:
+    with ExitStack() as stack:
+        try:
+            ranks = stack.enter_context(joined(how=run.parallel, shards=run.shards, device=run.device))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        yield ranks
+
+
+def _look(folder: Path, run: Run) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, if there is any, and what is wrong with newer ones."""
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+    for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
+        remove_temporary(place)
+    found, problems = checkpoint.newest(checkpoints)
+    if found is not None:
+        refuse_changes(checkpoint.load_facts(found)["config"], run)
+    elif problems:
+        raise ValueError(f"{problems[0]}; there is no other to go on from (to begin anew, move it away)")
+    return found, problems
 
 
 def refuse_changes(before: dict[str, Any], run: Run) -> None:
@@ -153,21 +174,24 @@ class _Running:
             else None
         )
         trainee = job.trainee
+        self.ranks = trainee.ranks
+        peak = peak_of(trainee.device)
         self.clock = _Clock(
             tokens=job.plan.batch_size * trainee.samples.length,
             operations=operations_per_token(trainee.model, trainee.samples.length),
-            peak=peak_of(trainee.device),
+            peak=None if peak is None else peak * self.ranks.size,
         )
         self.saved_at: tuple[int, bool] | None = None  # the progress that is on the disk
-        self.records: records.Writer | None = None
-        self.timing: records.Writer | None = None
+        self.records: records.Writer | records.Nowhere = records.Nowhere()
+        self.timing: records.Writer | records.Nowhere = records.Nowhere()
 
     # --- Beginning ---
 
-    def begin(self, saved: dict[str, Any] | None) -> None:
+    def begin(self, found: Path | None) -> None:
         """From a checkpoint, from that of another run, or from new weights."""
         trainee, keep = self.job.trainee, 0
-        if saved is not None:
+        if found is not None:
+            saved = checkpoint.read(found, checkpoint.named_tensors(trainee.model))
             facts = saved["facts"]
             refuse_other_data(facts, self.job)
             checkpoint.restore(trainee.model, trainee.optimizer, saved)
@@ -179,17 +203,22 @@ class _Running:
             self.best, keep = facts["best"], facts["records"]
             self.saved_at = self.progress.step, self.progress.evaluated
         else:
-            _refuse_lost_checkpoints(self.folder)
+            self.ranks.of_first(lambda: _refuse_lost_checkpoints(self.folder))
             if self.run.fork is not None:
                 self.progress.step = build.fork(self.job, self.run.fork)
+        self.ranks.of_first(lambda: self._open(keep, anew=found is None))
+
+    def _open(self, keep: int, *, anew: bool) -> None:
+        """Open the records, of which the first `keep` bytes are right."""
         if not (tokenizer := self.folder / "tokenizer").exists():
             with new_folder(tokenizer) as made:
                 self.job.save_tokenizer(made)
         self.records = records.Writer(self.folder / "records.jsonl", keep)
         timing = self.folder / "timing.jsonl"
         self.timing = records.Writer(timing, records.whole_lines(timing))
-        self.timing.write("begin", {"time": time.time(), "step": self.progress.step, **records.environment()})
-        if saved is None:
+        about = {"time": time.time(), "step": self.progress.step, **records.environment()}
+        self.timing.write("begin", about if self.ranks.size == 1 else {**about, "ranks": self.ranks.size})
+        if anew:
             about = {"config": as_mapping(self.run), "environment": records.environment(), **self.job.facts}
             self.records.write("run", about)
             self.records.flush()
@@ -221,10 +250,13 @@ class _Running:
                 if progress.evaluated and progress.step % every == 0:
                     yield from self._save()
                 began = time.perf_counter()
-            if asked() or progress.step == plan.steps:
+            number = max(self.ranks.together(asked))
+            if number or progress.step == plan.steps:
                 yield from self._save()
-        if asked():
-            raise Interrupted(asked(), progress.step)
+            # Whoever leaves first has all others signalled by torchrun: they leave together.
+            self.ranks.together(lambda: None)
+        if number:
+            raise Interrupted(number, progress.step)
         own, beside = memory_of(self.job.trainee.optimizer)
         self._end("finished", optimizer_bytes=own, average_bytes=beside)
 
@@ -238,12 +270,10 @@ class _Running:
 
     def _end(self, outcome: str, **facts: Any) -> None:
         """The last line of a run that has nothing left to do."""
-        assert self.timing is not None
         about = {"time": time.time(), "step": self.progress.step, "outcome": outcome, **facts}
         self.timing.write("end", about)
 
     def _write(self, record: Step | Evaluation) -> None:
-        assert self.records is not None and self.timing is not None
         self.records.write(type(record).__name__.lower(), asdict(record))
         if isinstance(record, Evaluation):
             loss = next(iter(record.losses.values()))[self.job.returned]
@@ -261,7 +291,6 @@ class _Running:
         progress, job = self.progress, self.job
         if self.saved_at == (progress.step, progress.evaluated):
             return
-        assert self.records is not None and self.timing is not None
         began = time.monotonic()
         latest = self.latest  # only what is saved can be the best that is kept
         if latest and latest["step"] == progress.step and latest["loss"] < (self.best or _WORST)["loss"]:
@@ -274,11 +303,11 @@ class _Running:
             "returned": job.returned,
             **job.facts,
         }
-        state = checkpoint.collect(job.trainee.model, job.trainee.optimizer)
+        state = checkpoint.collect(job.trainee.model, job.trainee.optimizer, self.ranks)
         for last in (False, False, True):
             try:
-                facts["records"] = self.records.position()
-                path = checkpoint.save(self.folder / "checkpoints", progress.step, state, facts)
+                facts["records"] = self.ranks.of_first(self.records.position)
+                path = checkpoint.save(self.folder / "checkpoints", progress.step, state, facts, self.ranks)
                 break
             except OSError as error:
                 if last:
@@ -293,18 +322,22 @@ class _Running:
 
     def _prune(self) -> Iterator[Event]:
         best = self.best["step"] if self.best else None
+        prune = partial(
+            checkpoint.prune,
+            self.folder / "checkpoints",
+            up_to=self.progress.step,
+            keep=self.run.keep,
+            best=best,
+        )
         try:
-            checkpoint.prune(
-                self.folder / "checkpoints", up_to=self.progress.step, keep=self.run.keep, best=best
-            )
+            self.ranks.of_first(prune)
         except OSError as error:
             yield Notice(text=f"could not remove an old checkpoint: {error}")
 
     def close(self) -> None:
         """Write what is known, and end."""
         for writer in (self.records, self.timing):
-            if writer is not None:
-                writer.close()
+            writer.close()
         if self.telemetry is not None:
             self.telemetry.close()
 

@@ -1,4 +1,12 @@
-"""Words for a terminal: names and messages may come from files of others."""
+"""Words for a terminal: names and messages may come from files of others, and from several processes."""
+
+import os
+
+
+def own_rank() -> int | None:
+    """Which of the processes that torchrun started this is; None if it is the only one."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return int(os.environ["RANK"]) if several and "RANK" in os.environ else None
 
 
 def printable(text: str) -> str:

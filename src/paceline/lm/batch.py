@@ -43,6 +43,14 @@ class Batch(NamedTuple):
         places = range(0, len(self.tokens), size)
         return [self._each(lambda part, at=at: part[at : at + size]) for at in places]  # type: ignore[misc]
 
+    def at(self, places: range) -> "Batch":
+        """The samples at these places."""
+        return self._each(lambda part: part[places.start : places.stop])
+
+    def silent(self) -> "Batch":
+        """The same without targets: nothing is learned from it."""
+        return self._replace(targets=torch.full_like(self.targets, IGNORED))
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         positions = None if self.positions is None else change(self.positions)
         return Batch(change(self.tokens), change(self.targets), positions)

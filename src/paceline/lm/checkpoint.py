@@ -10,6 +10,16 @@ A checkpoint is a folder `step-00000100`:
     state.json              everything that is not a tensor: groups, schedule, step, losses, config
     manifest.json           sizes and sha256 of the files above; written last
 
+Of a run whose weights are in shards over several ranks, each rank writes its own, side by side. Instead of
+the three files of tensors there are
+
+.. code-block:: text
+
+    shard-00001-….safetensors   what rank 0 has of all of them: live.NAME, optimizer.NAME.average, …
+
+written and read by torch.distributed.checkpoint, in its format of safetensors. Either kind goes on on any
+number of ranks, in shards or not.
+
 It is made under another name and renamed when it is complete, so a folder of that name is whole; if the
 disk damages it later, the manifest tells. No file is a pickle.
 """
@@ -19,7 +29,10 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +42,12 @@ from torch.optim import Optimizer
 
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import TEMPORARY, new_folder, plain_file, sha256_of
+from paceline.lm.parallel import ALONE, Ranks, cut_like, is_sharded, local
 
 FORMAT = 1
 _PARTS = ("live", "optimizer", "state")
 _NAME = re.compile(r"step-(\d{8,})")
+_SHARD = re.compile(r"shard-\d+-[\w-]+\.safetensors")
 
 
 class Damaged(ValueError):
@@ -53,15 +68,19 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def collect(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def collect(model: nn.Module, optimizer: Optimizer, ranks: Ranks = ALONE) -> dict[str, Any]:
     """The tensors of a run by name, and the random generators; to be saved, or given to `restore`.
 
-    The parameters must hold live weights.
+    The parameters must hold live weights. Of several ranks' generators those of the first are saved; they
+    matter only if one process goes on alone (`Ranks.reseed`).
     """
     names = _names(model, optimizer)
     saved = optimizer.state_dict()
     entries = {names[k] if isinstance(k, int) else k: v for k, v in saved["state"].items()}
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    cuda: list[Tensor] = []
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # Other ranks' devices are left alone: to ask them takes memory there.
+        cuda = torch.cuda.get_rng_state_all() if ranks.size == 1 else [torch.cuda.get_rng_state()]
     return {
         "live": {name: tensor.detach() for name, tensor in named_tensors(model).items()},
         "optimizer": entries,
@@ -113,31 +132,94 @@ def _check_same_names(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
 # --- Writing ----------------------------------------------------------------------------------------
 
 
-def save(root: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
-    """Write a checkpoint of a step; `facts` are plain values that come back with it."""
-    for name, tensor in state["live"].items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise NotFiniteError(f"{name} has values that are not finite at step {step}; nothing was saved")
+def save(
+    root: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any], ranks: Ranks = ALONE
+) -> Path:
+    """Write a checkpoint of a step; `facts` are plain values that come back with it.
+
+    All ranks call it, and hear of it if one of them fails. Without shards the first one writes.
+    """
+    ranks.together(lambda: _refuse_nonfinite(state["live"], step))
     final = root / f"step-{step:08d}"
     try:
-        with new_folder(final) as folder:
-            described: dict[str, Any] = {}
-            for part in _PARTS:
-                tensors: dict[str, Tensor] = {}
-                described[part] = _pack(state[part], "", tensors)
-                _write_tensors(folder / f"{part}.safetensors", tensors)
-            described["facts"] = _pack(facts, "", {})
-            _write_json(folder / "state.json", described)
-            files = {
-                path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-                for path in folder.iterdir()
-            }
-            _write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "files": files})
+        if any(map(is_sharded, state["live"].values())):
+            _save_shards(final, step, state, facts, ranks)
+        else:
+            ranks.of_first(lambda: _save_whole(final, step, state, facts))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise _no_room(error, root, state) from error
         raise
     return final
+
+
+def _refuse_nonfinite(live: Mapping[str, Tensor], step: int) -> None:
+    for name, tensor in live.items():
+        if tensor.is_floating_point() and not bool(local(tensor).isfinite().all()):
+            raise NotFiniteError(f"{name} has values that are not finite at step {step}; nothing was saved")
+
+
+def _save_whole(final: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    with new_folder(final) as folder:
+        described: dict[str, Any] = {}
+        for part in _PARTS:
+            tensors: dict[str, Tensor] = {}
+            described[part] = _pack(state[part], "", tensors)
+            _write_tensors(folder / f"{part}.safetensors", tensors)
+        described["facts"] = _pack(facts, "", {})
+        _write_json(folder / "state.json", described)
+        _write_manifest(folder, step, _described_files(folder.iterdir()))
+
+
+def _save_shards(
+    final: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any], ranks: Ranks
+) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+    tensors: dict[str, Any] = {}
+    described = {part: _pack(state[part], part, tensors) for part in _PARTS}
+    described["facts"] = _pack(facts, "", {})
+    with ExitStack() as stack:
+        folder = ranks.of_first(lambda: stack.enter_context(new_folder(final)))
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        with _one_error():
+            save_shards(tensors, storage_writer=writer, process_group=ranks.host)
+        found = ranks.of_first(lambda: sorted(folder.iterdir()))
+        # Each rank hashes a part of what was written: together they read as fast as they wrote.
+        hashed = ranks.together(lambda: _described_files(found[ranks.rank :: ranks.size]))
+
+        def commit() -> None:
+            _write_json(folder / "state.json", described)
+            files = {name: file for part in hashed for name, file in part.items()}
+            _write_manifest(folder, step, files | _described_files([folder / "state.json"]))
+            stack.close()
+
+        ranks.of_first(commit)
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Of a save or load in shards, the first rank's error with its rank, instead of a list of all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(first, OSError):
+            raise OSError(
+                first.errno, f"on rank {rank}: {first.strerror or first}", first.filename
+            ) from error
+        raise RuntimeError(f"on rank {rank}: {first!r}") from error
+
+
+def _described_files(paths: Iterable[Path]) -> dict[str, Any]:
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+
+
+def _write_manifest(folder: Path, step: int, files: Mapping[str, Any]) -> None:
+    _write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "files": files})
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -204,23 +286,95 @@ def _join(path: str, key: object) -> str:
 
 def load(folder: Path) -> dict[str, Any]:
     """A checkpoint that was checked against its manifest; `Damaged` says what is wrong with any other."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     check(folder)
+    return read(folder, {})
+
+
+def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A checkpoint that has been checked.
+
+    Arguments:
+        like: the model's tensors by name. Of one that is in shards this rank gets its own, also of what the
+            optimizer remembers of it; everything else comes as a whole.
+    """
+    from safetensors import SafetensorError, safe_open
+
     try:
-        described = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        tensors = {part: load_file(folder / f"{part}.safetensors") for part in _PARTS}
-        loaded = {part: _unpack(described[part], tensors[part]) for part in _PARTS}
-        return {**loaded, "facts": _unpack(described["facts"], {})}
-    except (ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+        with ExitStack() as files:
+            described = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            if _is_in_shards(folder):
+                get = dict.fromkeys(_PARTS, _read_shards(folder, described, like).__getitem__)
+            else:
+                opened = {part: safe_open(folder / f"{part}.safetensors", "pt") for part in _PARTS}
+                get = {part: files.enter_context(file).get_tensor for part, file in opened.items()}
+            loaded: dict[str, Any] = {"state": _unpack(described["state"], get["state"])}
+            for part in ("live", "optimizer"):
+                loaded[part] = {
+                    name: _unpack(entry, partial(_cut, get[part], like.get(name)))
+                    for name, entry in described[part].items()
+                }
+            if not all(isinstance(weights, Tensor) for weights in loaded["live"].values()):
+                raise TypeError("live weights that are no tensors")
+            return {**loaded, "facts": _unpack(described["facts"], _no_tensor)}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{folder} cannot be read: {error!r}") from error
+
+
+def _cut(get: Callable[[str], Tensor], like: Tensor | None, path: str) -> Tensor:
+    tensor = get(path)
+    return tensor if like is None or is_sharded(tensor) else cut_like(tensor, like)
+
+
+def _is_in_shards(folder: Path) -> bool:
+    return not (folder / "live.safetensors").exists()
+
+
+def _read_shards(folder: Path, described: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors by path; of those that belong to one in shards, and have its shape, this rank's part."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+    reader = HuggingFaceStorageReader(str(folder))
+    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    owners = {
+        path: like.get(name)
+        for part in ("live", "optimizer")
+        for name, entry in described[part].items()
+        for path in _paths(entry)
+    }
+    tensors: dict[str, Any] = {}
+    for path in (*owners, *_paths(described["state"])):
+        size, dtype, own = saved[path].size, saved[path].properties.dtype, owners.get(path)
+        if own is not None and is_sharded(own) and own.shape == size:
+            tensors[path] = torch.empty_like(own, dtype=dtype)
+        else:
+            tensors[path] = torch.empty(size, dtype=dtype)
+    with _one_error(), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each reads for itself
+        load_shards(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def _no_tensor(path: str) -> Tensor:
+    raise ValueError(f"a tensor, {path}, among plain values")
+
+
+def _paths(value: Any) -> Iterator[str]:
+    """Of the tensors that are named in a description."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _paths(item)
+    elif isinstance(value, dict):
+        if isinstance(path := value.get("$tensor"), str):
+            yield path
+        else:
+            yield from _paths(list(value.values()))
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
     """The plain values of a checkpoint, without reading its tensors."""
     described = json.loads(plain_file(folder, "state.json").read_text(encoding="utf-8"))
-    facts: dict[str, Any] = _unpack(described["facts"], {})
+    facts: dict[str, Any] = _unpack(described["facts"], _no_tensor)
     return facts
 
 
@@ -232,7 +386,7 @@ def check(folder: Path) -> dict[str, Any]:
             raise ValueError(f"its format is {version!r}; this version of paceline reads {FORMAT}")
         files = manifest["files"]
         expected = {"state.json", *(f"{part}.safetensors" for part in _PARTS)}
-        if set(files) != expected:
+        if set(files) != expected and not _lists_shards(files):
             raise ValueError(f"its manifest lists {sorted(files)}, not {sorted(expected)}")
         for name, known in files.items():
             path = plain_file(folder, name)
@@ -247,19 +401,24 @@ def check(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _lists_shards(files: Mapping[str, Any]) -> bool:
+    others = files.keys() - {"state.json"}
+    return "state.json" in files and bool(others) and all(_SHARD.fullmatch(name) for name in others)
+
+
+def _unpack(value: Any, get: Callable[[str], Tensor]) -> Any:
     if isinstance(value, list):
-        return [_unpack(item, tensors) for item in value]
+        return [_unpack(item, get) for item in value]
     if not isinstance(value, dict):
         return value
     match value:
         case {"$tensor": path}:
-            return tensors[path]
+            return get(path)
         case {"$float": text}:
             return float(text)
         case {"$tuple": items}:
-            return tuple(_unpack(item, tensors) for item in items)
-    return {key: _unpack(item, tensors) for key, item in value.items()}
+            return tuple(_unpack(item, get) for item in items)
+    return {key: _unpack(item, get) for key, item in value.items()}
 
 
 # --- Which ones there are ---------------------------------------------------------------------------
@@ -271,12 +430,15 @@ def all_of(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and not path.is_symlink())
 
 
-def newest(root: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The newest checkpoint that is whole, loaded, and what is wrong with newer ones."""
+def newest(root: Path) -> tuple[Path | None, list[str]]:
+    """The folder of the newest checkpoint that is whole, and what is wrong with newer ones."""
     problems: list[str] = []
     for _, folder in reversed(all_of(root)):
         try:
-            return load(folder), problems
+            check(folder)
+            if not _is_in_shards(folder):
+                read(folder, {})  # opens its files, and leaves their tensors on the disk
+            return folder, problems
         except Damaged as error:
             problems.append(str(error))
     return None, problems

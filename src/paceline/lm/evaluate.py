@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.lm.batch import IGNORED, Batch, Samples
+from paceline.lm.parallel import ALONE, Ranks
 
 LossOf = Callable[[nn.Module, Batch], Tensor]
 
@@ -50,17 +51,22 @@ def held_out_loss(
     precision: torch.dtype,
     loss_of: LossOf = summed_loss,
     stop: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> float:
-    """Mean loss over all targets of these samples, of whichever weights the parameters hold."""
+    """Mean loss over all targets of these samples, of whichever weights the parameters hold.
+
+    Each rank computes a share of it, and all know the mean.
+    """
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     with evaluating(model), autocast(device, precision):
-        for first in range(0, len(samples), batch_size):
-            if stop():
+        for numbers in ranks.rounds(len(samples), batch_size):
+            if ranks.any(stop()):
                 raise Stopped
-            batch = samples.batch(range(first, min(first + batch_size, len(samples))))
+            batch = samples.batch(numbers) if numbers else samples.batch(range(1)).silent()
             total += loss_of(model, batch.to(device))  # read at the end: nothing waits for the device
             count += batch.target_count()
-    return total.item() / max(count, 1)
+    loss, targets = ranks.summed(total, count)
+    return loss / max(targets, 1)
 
 
 def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.lm.batch import Batch, Numbers, Samples, load, numbers_at
 from paceline.lm.evaluate import LossOf, NotFiniteError, Stopped, autocast, held_out_loss, summed_loss
+from paceline.lm.parallel import ALONE, Ranks, local
 
 View = Callable[[], AbstractContextManager[object]]
 
@@ -35,9 +36,9 @@ class Plan:
     steps: int
     """Steps of the whole run."""
     batch_size: int
-    """Samples a step."""
+    """Samples a step, on all ranks together."""
     micro_batch_size: int
-    """Samples that go through the model at once; gradients of a step are added up over several."""
+    """Samples that go through the model at once, on a rank; gradients of a step are added up over several."""
     seed: int
     """Of the order of samples."""
     clip_norm: float | None = 1.0
@@ -70,6 +71,10 @@ class Trainee:
     """Which weights to evaluate: a name, and a context in which the parameters hold them."""
     loss_of: LossOf = summed_loss
     """The summed loss of a batch, compiled or not."""
+    ranks: Ranks = ALONE
+    """Who else trains it."""
+    called: nn.Module | None = None
+    """What `ranks.spread` gave to be called in training; None: the model itself."""
 
     @property
     def device(self) -> torch.device:
@@ -127,10 +132,13 @@ def train(
         pinned=trainee.device.type == "cuda",
     )
     trainee.model.train()
+    ranks = trainee.ranks
     try:
         yield from _evaluate(trainee, plan, progress, stop)
-        while progress.step < plan.steps and not stop():  # before it waits for data
-            yield _take_step(trainee, plan, progress, next(batches), numbers)
+        stopping: bool | None = None
+        while progress.step < plan.steps and not ranks.hears(stop, stopping):  # before it waits for data
+            step, stopping = _take_step(trainee, plan, progress, next(batches), numbers, stop)
+            yield step
             yield from _evaluate(trainee, plan, progress, stop)
     except Stopped:
         return
@@ -153,28 +161,37 @@ def _evaluate(
                     precision=plan.precision,
                     loss_of=trainee.loss_of,
                     stop=stop,
+                    ranks=trainee.ranks,
                 )
     progress.evaluated = True
     yield Evaluation(step=progress.step, losses=losses, batches=progress.batches)
 
 
 def _take_step(
-    trainee: Trainee, plan: Plan, progress: Progress, batch: Batch, numbers: Callable[[int], Numbers]
-) -> Step:
-    model, optimizer = trainee.model, trainee.optimizer
+    trainee: Trainee,
+    plan: Plan,
+    progress: Progress,
+    batch: Batch,
+    numbers: Callable[[int], Numbers],
+    stop: Callable[[], bool],
+) -> tuple[Step, bool]:
+    """The step, and whether a rank was asked to stop in it."""
+    model, optimizer, ranks = trainee.model, trainee.optimizer, trainee.ranks
     lr, targets = float(optimizer.param_groups[0]["lr"]), batch.target_count()
+    ranks.reseed(plan.seed, progress.step)
     total = _gradient(trainee, plan, batch, targets)
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads)
     # The one time that a step waits for the device: an update with NaN cannot be taken back.
-    known_loss, known_norm = torch.stack([total, norm]).tolist()
+    known_loss, known_norm, norm, stopping = ranks.known(total, norm, stop)
     fine = math.isfinite(known_loss) and math.isfinite(known_norm)
     if fine:
         if plan.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(model.parameters(), plan.clip_norm, norm)
+            _clip_(grads, plan.clip_norm, norm)
         optimizer.step(lambda: known_loss)  # ScheduleFree+, for one, steps by the loss
         progress.skips = 0
     elif progress.skips >= plan.max_skips:
-        raise NotFiniteError(_explain(model, progress, known_loss, known_norm, numbers(progress.step)))
+        raise NotFiniteError(_explain(trainee, progress, known_loss, known_norm, numbers(progress.step)))
     else:
         progress.skips += 1
     optimizer.zero_grad()  # nothing of this step is left for a checkpoint, an evaluation or the next
@@ -184,29 +201,38 @@ def _take_step(
     progress.step += 1
     progress.batches = batch.digest(progress.batches)
     progress.evaluated = not plan.is_evaluated(progress.step)
-    return Step(
+    step = Step(
         step=progress.step, loss=known_loss, grad_norm=known_norm, lr=lr, targets=targets, skipped=not fine
     )
+    return step, stopping
 
 
 def _gradient(trainee: Trainee, plan: Plan, batch: Batch, targets: int) -> Tensor:
-    """Leave the gradient of the mean loss in the parameters; gives that loss."""
-    device = trainee.device
+    """Leave the gradient of the mean loss in the parameters; gives this rank's share of that loss."""
+    device, ranks, called = trainee.device, trainee.ranks, trainee.called or trainee.model
     total = torch.zeros((), device=device)
-    for part in batch.split(plan.micro_batch_size):
-        with autocast(device, plan.precision):
-            # Not the mean of each micro batch: their targets would weigh unequally.
-            loss = trainee.loss_of(trainee.model, part.to(device)) / max(targets, 1)
-        loss.backward()  # type: ignore[no-untyped-call]
+    parts = ranks.parts(batch, plan.micro_batch_size)
+    for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+        with ranks.reducing(called, last=left == 0):
+            with autocast(device, plan.precision):
+                # Not the mean of each micro batch: their targets would weigh unequally.
+                loss = trainee.loss_of(called, part.to(device)) / max(targets, 1)
+            loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
 
 
-def _explain(model: nn.Module, progress: Progress, loss: float, norm: float, numbers: Numbers) -> str:
+@torch.no_grad()
+def _clip_(grads: list[Tensor], limit: float, norm: Tensor) -> None:
+    """As torch's clip_grads_with_norm_, of the parts of gradients that are here."""
+    torch._foreach_mul_(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
+
+
+def _explain(trainee: Trainee, progress: Progress, loss: float, norm: float, numbers: Numbers) -> str:
     bad = [
         name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not parameter.grad.isfinite().all()
+        for name, parameter in trainee.model.named_parameters()
+        if parameter.grad is not None and trainee.ranks.any(not bool(local(parameter.grad).isfinite().all()))
     ]
     named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
     times = f", after {progress.skips} skipped in a row" if progress.skips else ""
