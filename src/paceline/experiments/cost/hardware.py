@@ -11,7 +11,7 @@ COPYING = 4.265e12 / 4.8e12
 TB/s on an H200 (records/2026-11-16-step-h200.json). Taken for the others too, where nothing was measured."""
 
 PRODUCTS = 0.70
-"""Share of the stated operations that large matrix products reach. The one number that was fitted: to forward
+"""Share of the stated operations that large matrix products reach. Fitted to forward
 and backward of GPT-2 on an H200, 33.1 ms (records/2026-11-16-share-h200.json). Taken for the others too."""
 
 
