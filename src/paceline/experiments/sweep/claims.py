@@ -49,12 +49,11 @@ class State:
     """What is known of a cell from its newest claim."""
 
     how: Literal["free", "held", "failed"]
+    number: int
+    """Of that claim; 0: there is none."""
     host: str = ""
     text: str = ""
     """Why it failed."""
-
-
-FREE = State(how="free")
 
 
 class Claims:
@@ -66,7 +65,8 @@ class Claims:
         self._held: dict[str, Claim] = {}
         self._seen: dict[str, tuple[object, float]] = {}  # the last heartbeat, and when it was new to us
         # Failures of earlier commands are tried again; those from now on are not.
-        self._failed_before = {n: self._newest(n) for n in names if self._read(n).get("how") == "failed"}
+        newest = {name: self._newest(name) for name in names}
+        self._failed_before = {n: i for n, i in newest.items() if self._read(n, i).get("how") == "failed"}
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True)
 
@@ -84,24 +84,23 @@ class Claims:
 
     def state(self, name: str) -> State:
         """Whether a cell may be claimed, as far as this machine can see."""
-        number, content = self._newest(name), self._read(name)
-        host = str(content.get("host", "another machine"))
-        match content.get("how"):
-            case _ if number == 0:
-                return FREE
-            case "free":
-                return FREE
-            case "failed":
-                before = self._failed_before.get(name) == number
-                return FREE if before else State(how="failed", host=host, text=str(content.get("text", "")))
-        if self._is_dead(content) or not self._beats(name, number):
-            return FREE
-        return State(how="held", host=host)
+        number = self._newest(name)
+        content = self._read(name, number)
+        host, how = str(content.get("host", "another machine")), content.get("how")
+        if how == "failed" and self._failed_before.get(name) != number:
+            return State(how="failed", number=number, host=host, text=str(content.get("text", "")))
+        if (
+            number == 0
+            or how in ("free", "failed")
+            or self._is_dead(content)
+            or not self._beats(name, number)
+        ):
+            return State(how="free", number=number)
+        return State(how="held", number=number, host=host)
 
-    def take(self, name: str) -> Claim | None:
-        """Claim a cell that is free; None if another was quicker."""
-        number = self._newest(name) + 1
-        path = _path(self._folder / name, number)
+    def take(self, name: str, seen: State) -> Claim | None:
+        """Claim a cell that was seen to be free; None if another was quicker."""
+        path = _path(self._folder / name, seen.number + 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with path.open("x", encoding="utf-8") as file:
@@ -128,10 +127,10 @@ class Claims:
             return 0
         return max((int(entry[:-5]) for entry in found if entry[:-5].isdigit()), default=0)
 
-    def _read(self, name: str) -> dict[str, Any]:
-        """The newest claim; nothing if it is being written, or its writer was killed while it wrote."""
+    def _read(self, name: str, number: int) -> dict[str, Any]:
+        """A claim; nothing if it is being written, or its writer was killed while it wrote."""
         try:
-            content = json.loads(_path(self._folder / name, self._newest(name)).read_text(encoding="utf-8"))
+            content = json.loads(_path(self._folder / name, number).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}

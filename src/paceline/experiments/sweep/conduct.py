@@ -112,7 +112,7 @@ class _Board:
     def _claim(self, cell: pool.Cell) -> Claim | None:
         name = cell.folder.name
         state = self._claims.state(name)
-        if state.how == "free" and (claim := self._claims.take(name)) is not None:
+        if state.how == "free" and (claim := self._claims.take(name, state)) is not None:
             if not self._has_ended(cell):  # by another machine, between two looks
                 return claim
             self._claims.let_go(name)

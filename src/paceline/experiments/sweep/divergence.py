@@ -26,18 +26,19 @@ class Divergence:
 
         >>> watch = Divergence(margin=1.0, warmup=0)
         >>> [step for step in range(1, 100) if watch.take(step, 100, 3.0 if step < 50 else 9.0)][0]
-        71
+        76
         """
         if loss is None:  # a step that was left out
             return None
         if self.first is None:
             self.first = self.smoothed = loss
-        self.smoothed += SMOOTHING * (loss - self.smoothed)
+        # Cut off, so that one enormous loss is not remembered for longer than a high one.
+        self.smoothed += SMOOTHING * (min(loss, self.first + 2 * self.margin) - self.smoothed)
         high = self.smoothed > self.first + self.margin and step > min(self.warmup, steps // 10)
         self.above = self.above + 1 if high else 0
         if self.above < max(LEAST, SHARE * steps):
             return None
         return (
-            f"training loss {self.smoothed:.2f} (smoothed) at step {step}: more than {self.margin:g} above "
+            f"training loss {loss:.2f} at step {step}; smoothed, it has been more than {self.margin:g} above "
             f"that of the first step, {self.first:.2f}, for {self.above} steps"
         )

@@ -119,6 +119,7 @@ def _row(group: list[dict[str, Any]]) -> tuple[tuple[bool, bool, float], tuple[s
     outcomes = [line["outcome"] for line in group]
     ended = ", ".join(f"{outcomes.count(o)} {o}" for o in ("finished", "diverged", "failed") if o in outcomes)
     cells = [text(value) for value in _without_seed(group[0]).values()]
-    shown = [f"{mean:.4f}", spread, view, f"{statistics.fmean(by_view['live'] for by_view in known):.4f}"]
+    live = statistics.fmean(by_view["live"] for by_view in known) if known else 0.0
+    shown = (f"{mean:.4f}", spread, view, f"{live:.4f}") if known else ("", "", "", "")
     order = not known, len(known) < len(group), mean
-    return order, (*cells, *(shown if known else ("", "", "", "")), str(len(group)), ended)
+    return order, (*cells, *shown, str(len(group)), ended)
