@@ -1,4 +1,4 @@
-"""The command `paceline`: compare, train, evaluate, export, data, look into folders, bench, cost, theory."""
+"""The command `paceline`: compare, sweep, train, evaluate, export, data, folders, bench, cost, theory."""
 
 import argparse
 import os
@@ -13,6 +13,7 @@ from paceline.experiments.bench import command as bench
 from paceline.experiments.compare.method import DEFAULT as METHODS
 from paceline.experiments.config import ConfigError
 from paceline.experiments.cost import command as cost
+from paceline.experiments.sweep import command as sweep
 from paceline.experiments.terminal import own_rank, printable
 from paceline.experiments.theory import command as theory
 
@@ -38,6 +39,7 @@ methods: NAME, or NAME:setting=value/AVERAGE@SCHEDULE, e.g. pace:ema_power=0.7/p
   ema_short      an average of AdamW's weights     pace            PACE, the average that it returns
   ema_long       a longer one, of the same run     pace_paper      PACE as in the paper, with its one average
   schedule_free  bema  lookahead  gpa  ema_nesterov  ademamix  sgd""",
+    "sweep": sweep.EXAMPLES,
     "report": """examples:
   paceline report comparison
       once more what `paceline compare` wrote, e.g. while it is still running
@@ -153,6 +155,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     _add_compare(
         add("compare", "what averaging and PACE gain on your data: runs side by side, one report", _compare)
     )
+    swept = add("sweep", "grids, lists and seeds of training runs, here or on a Ray cluster", _sweep)
+    sweep.add(swept)
+    _add_settings(swept, frozenset({"seed"}))
     report = add("report", "the report on runs that are there", _report_again)
     report.add_argument("runs", nargs="+", type=Path, help="folders of runs, or that of a comparison")
     report.add_argument(
@@ -264,6 +269,7 @@ def _compare(options: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(options).items() if name in names}
     from paceline.experiments.compare import comparison, live
     from paceline.experiments.compare.plan import Plan, Request
+    from paceline.experiments.live import shown
 
     request = Request(
         settings=settings,
@@ -279,7 +285,7 @@ def _compare(options: argparse.Namespace) -> int:
     for line in live.announce(plan):
         _say(line)
     ended = None
-    with live.shown(plan) as screen:
+    with shown(live.rows_of(plan)) as screen:
         for event in events:
             if isinstance(event, comparison.Reported):
                 ended = event
@@ -287,6 +293,13 @@ def _compare(options: argparse.Namespace) -> int:
                 screen.take(event)
     assert ended is not None
     return _show_report(ended)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    names = config.documentation()
+    settings = {name: value for name, value in vars(options).items() if name in names}
+    warn = lambda text: print(f"paceline: {printable(text)}", file=sys.stderr)  # noqa: E731
+    return sweep.run(options, settings, _say, warn)
 
 
 def _report_again(options: argparse.Namespace) -> int:
@@ -298,7 +311,7 @@ def _report_again(options: argparse.Namespace) -> int:
 
 
 def _show_report(ended: "Reported") -> int:
-    from paceline.experiments.compare.live import as_text
+    from paceline.experiments.live import as_text
 
     report = ended.report
     cost = next(table for table in report.tables if table.key == "cost")

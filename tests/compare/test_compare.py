@@ -16,12 +16,12 @@ from tiny import write_chats, write_model, write_text
 
 from paceline.cli import main
 from paceline.experiments.compare import method, plan
-from paceline.experiments.compare.comparison import is_finished
 from paceline.experiments.compare.method import NAMES, Method, parse, runs_of
 from paceline.experiments.compare.trial import Trial
-from paceline.experiments.config import ConfigError, Run
+from paceline.experiments.config import ConfigError, Run, name_of
 from paceline.experiments.methods import OPTIMIZERS
 from paceline.experiments.records import read
+from paceline.experiments.run import is_finished
 from paceline.lm.files import locked
 
 pytestmark = pytest.mark.slow
@@ -191,8 +191,8 @@ def test_names_of_runs_differ_where_results_do():
         Run(steps=5, averages=("power:0.5",)),
         Run(steps=5, seed=1),
     ]
-    assert len({plan.name_of(r) for r in (run, *others)}) == 5
-    assert plan.name_of(run) == plan.name_of(Run(steps=5, keep=7, workers=2))
+    assert len({name_of(r) for r in (run, *others)}) == 5
+    assert name_of(run) == name_of(Run(steps=5, keep=7, workers=2))
 
 
 # --- Mistakes -----------------------------------------------------------------------------------------

@@ -6,8 +6,11 @@ Nothing here imports torch, so a mistake is answered at once.
 
 import ast
 import difflib
+import hashlib
 import inspect
+import json
 import math
+import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,6 +118,27 @@ MAY_CHANGE = frozenset(
     | {"parallel", "shards"}
 )
 
+# Settings that make no other run: how often to look and to save, and where. Leaving out steps does change it.
+NO_OTHER_RUN = MAY_CHANGE - {"skip_nonfinite"}
+
+
+def mark_of(run: Run) -> str:
+    """Eight digits that differ where runs compute something else.
+
+    >>> mark_of(Run(steps=5)) == mark_of(Run(steps=5, keep=7, device="cpu"))
+    True
+    >>> mark_of(Run(steps=5)) == mark_of(Run(steps=5, skip_nonfinite=3))
+    False
+    """
+    decisive = {name: value for name, value in as_mapping(run).items() if name not in NO_OTHER_RUN}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def name_of(run: Run) -> str:
+    """The folder of a run among others: readable, and another for every run that computes something else."""
+    words = re.sub(r"[^a-z0-9.]+", "-", f"{run.optimizer} {run.schedule}".lower()).strip("-")
+    return f"{words[:40]}-lr-{run.lr:g}-seed-{run.seed}-{mark_of(run)}"
+
 
 def _check(run: Run) -> None:
     """What can be said of each value without building anything."""
@@ -220,6 +244,16 @@ def named_averages(averages: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield name.strip(), spec.strip()
         else:
             yield "_".join("".join(c if c.isalnum() else " " for c in text).split()), text
+
+
+def returned_of(views: Iterable[str]) -> str:
+    """Which of the weights that a run evaluates it returns: the optimizer's average, else one beside it.
+
+    >>> returned_of(["live", "power_0_7"]), returned_of(["live"])
+    ('power_0_7', 'live')
+    """
+    names = list(views)
+    return "average" if "average" in names else names[min(1, len(names) - 1)]
 
 
 def _is_named(text: str) -> bool:

@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.experiments.candidates import GAINS, Candidate
-from paceline.experiments.config import ConfigError, Run, check_spec, named_averages, nearest, parse_spec
+from paceline.experiments.config import (
+    ConfigError,
+    Run,
+    check_spec,
+    named_averages,
+    nearest,
+    parse_spec,
+    returned_of,
+)
 from paceline.lm.loop import View
 from paceline.optim import (
     BEMA,
@@ -160,7 +168,7 @@ def make_views(optimizer: Optimizer) -> tuple[dict[str, View], str]:
         views["average"] = partial(averaged_weights, base)
     if isinstance(optimizer, Averages):
         views |= {name: partial(averaged_weights, optimizer[name]) for name in optimizer}
-    return views, "average" if "average" in views else list(views)[-1 if len(views) == 1 else 1]
+    return views, returned_of(views)
 
 
 def memory_of(optimizer: Optimizer) -> tuple[int, dict[str, int]]:

@@ -8,6 +8,7 @@
 
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.experiments import build, records
 from paceline.experiments.config import MAY_CHANGE, ConfigError, Run, as_mapping, make
@@ -71,11 +72,23 @@ class Interrupted(RuntimeError):
         self.number = number
 
 
-def execute(run: Run, folder: Path, tell: Callable[[str], None]) -> Iterator[Event]:
+class DivergedError(RuntimeError):
+    """A run was ended because its loss showed that nothing would come of it."""
+
+
+class Watch(Protocol):
+    """Looks at the loss of every step from the first one, and says why a run should end."""
+
+    def take(self, step: int, steps: int, loss: float | None) -> str | None: ...
+
+
+def execute(
+    run: Run, folder: Path, tell: Callable[[str], None], watch: Watch | None = None
+) -> Iterator[Event]:
     """Do a run, or the rest of it, and yield what happens. Everything is written to its folder.
 
-    `tell` hears of long preparations while they go on. Of several ranks each does this, and the first alone
-    writes.
+    `tell` hears of long preparations while they go on; `watch` may end it as diverged. Of several ranks each
+    does this, and the first alone writes.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(_joined(run))
@@ -83,7 +96,7 @@ def execute(run: Run, folder: Path, tell: Callable[[str], None]) -> Iterator[Eve
         found, problems = ranks.of_first(lambda: _look(folder, run))
         for problem in problems:
             yield Notice(text=f"{problem}; going on from an earlier one")
-        running = _Running(run, folder, build.build(run, tell, ranks))
+        running = _Running(run, folder, build.build(run, tell, ranks), watch)
         try:
             running.begin(found)
             yield running.started()
@@ -114,6 +127,18 @@ def _look(folder: Path, run: Run) -> tuple[Path | None, list[str]]:
     elif problems:
         raise ValueError(f"{problems[0]}; there is no other to go on from (to begin anew, move it away)")
     return found, problems
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run has nothing left to do: it came to its end, or diverged."""
+    timing = folder / "timing.jsonl"
+    lines = list(records.read(timing)) if timing.exists() else []
+    return bool(lines) and lines[-1]["kind"] == "end"
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """Remove the models of a run; its records stay."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def refuse_changes(before: dict[str, Any], run: Run) -> None:
@@ -162,8 +187,8 @@ def _refuse_lost_checkpoints(folder: Path) -> None:
 class _Running:
     """The moving parts of one run."""
 
-    def __init__(self, run: Run, folder: Path, job: build.Job) -> None:
-        self.run, self.folder, self.job = run, folder, job
+    def __init__(self, run: Run, folder: Path, job: build.Job, watch: Watch | None) -> None:
+        self.run, self.folder, self.job, self.watch = run, folder, job, watch
         self.progress = Progress()
         self.best: dict[str, Any] | None = None  # step and loss of the best checkpoint, by what is returned
         self.latest: dict[str, Any] | None = None  # the same of the latest evaluation
@@ -214,6 +239,10 @@ class _Running:
             with new_folder(tokenizer) as made:
                 self.job.save_tokenizer(made)
         self.records = records.Writer(self.folder / "records.jsonl", keep)
+        if self.watch is not None:  # it has to know what it would, had the run never stopped
+            for line in records.read(self.folder / "records.jsonl"):
+                if line["kind"] == "step":
+                    self.watch.take(line["step"], self.job.plan.steps, line["loss"])
         timing = self.folder / "timing.jsonl"
         self.timing = records.Writer(timing, records.whole_lines(timing))
         about = {"time": time.time(), "step": self.progress.step, **records.environment()}
@@ -246,6 +275,8 @@ class _Running:
                 if isinstance(record, Step):
                     self.clock.add(time.perf_counter() - began)
                 self._write(record)
+                if isinstance(record, Step):
+                    self._look_at(record)
                 yield record
                 if progress.evaluated and progress.step % every == 0:
                     yield from self._save()
@@ -264,9 +295,16 @@ class _Running:
     def _divergence_noted(self) -> Iterator[None]:
         try:
             yield
-        except NotFiniteError as error:
+        except (NotFiniteError, DivergedError) as error:
             self._end("diverged", text=str(error))
             raise
+
+    def _look_at(self, record: Step) -> None:
+        """Raise DivergedError if the watch says so: before a save, so that after a kill it says so again."""
+        loss = record.loss if math.isfinite(record.loss) else None
+        why = self.watch and self.watch.take(record.step, self.job.plan.steps, loss)
+        if why:
+            raise DivergedError(why)
 
     def _end(self, outcome: str, **facts: Any) -> None:
         """The last line of a run that has nothing left to do."""

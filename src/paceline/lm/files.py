@@ -24,7 +24,8 @@ def sha256_of(path: Path) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that others see whole or not at all, also after a power cut."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    # Not by the number of the process: another machine that shares the folder may have one of that number.
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}")
     try:
         with temporary.open("wb") as file:
             file.write(data)

@@ -7,21 +7,17 @@
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.experiments import records
-from paceline.experiments.compare import pool
+from paceline.experiments import pool
 from paceline.experiments.compare.plan import Plan, Request, make_plan
 from paceline.experiments.config import ConfigError
 from paceline.experiments.report import files, results, tables
 from paceline.experiments.report.content import Report
-from paceline.experiments.run import Event
+from paceline.experiments.run import drop_checkpoints, is_finished
 from paceline.lm.files import locked
-
-Told = tuple[pool.Cell, Event | pool.Ended] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +32,7 @@ class Reported:
 
 def compare(
     request: Request, folder: Path, *, keep_models: bool, tell: Callable[[str], None]
-) -> Iterator[Plan | Told | Reported]:
+) -> Iterator[Plan | pool.Told | Reported]:
     """Plan, run what is not finished, and write the report; yields what happens."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,25 +54,14 @@ def compare(
                 case (cell, pool.Ended(how="failed" | "refused" | "stopped", text=text)):
                     failed[cell.folder.name] = text
                 case (cell, pool.Ended(how="finished" | "diverged")) if not keep_models:
-                    _drop_checkpoints(cell.folder)
+                    drop_checkpoints(cell.folder)
         if not keep_models:
             for cell in plan.cells:
                 if is_finished(cell.folder):  # killed before its checkpoints went
-                    _drop_checkpoints(cell.folder)
+                    drop_checkpoints(cell.folder)
         report = report_of([cell.folder for cell in plan.cells], plan.missing)
         page = files.write(report, folder, tell)
         yield Reported(report=report, page=page, failed=tuple(f"{k}: {v}" for k, v in failed.items()))
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether a run has nothing left to do: it came to its end, or diverged."""
-    timing = folder / "timing.jsonl"
-    lines = list(records.read(timing)) if timing.exists() else []
-    return bool(lines) and lines[-1]["kind"] == "end"
-
-
-def _drop_checkpoints(folder: Path) -> None:
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 # --- The report -----------------------------------------------------------------------------------------

@@ -3,20 +3,18 @@
 A plan is kept in its folder, so that the same command goes on with the same runs.
 """
 
-import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.experiments import build, config
-from paceline.experiments.compare import method, pool
+from paceline.experiments import build, config, pool
+from paceline.experiments.compare import method
 from paceline.experiments.compare.trial import Trial, measure
-from paceline.experiments.config import ConfigError, Run, as_mapping
+from paceline.experiments.config import ConfigError, Run, name_of
 from paceline.experiments.methods import MissingPackageError, check_methods
 from paceline.experiments.run import Notice
 from paceline.lm.files import write_atomically
@@ -134,14 +132,6 @@ def make_plan(request: Request, folder: Path, tell: Callable[[str], None]) -> Pl
     write_atomically(kept, (json.dumps(chosen, indent=1) + "\n").encode())
     seconds = math.ceil(count / jobs) * _run_seconds(planned, trial)
     return Plan(cells=cells, jobs=jobs, threads=threads, missing=missing, seconds=seconds, trial=trial)
-
-
-def name_of(run: Run) -> str:
-    """The folder of a run: readable, and another for every run that computes something else."""
-    decisive = {k: v for k, v in as_mapping(run).items() if k not in config.MAY_CHANGE}
-    mark = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:8]
-    words = re.sub(r"[^a-z0-9.]+", "-", f"{run.optimizer} {run.schedule}".lower()).strip("-")
-    return f"{words[:40]}-lr-{run.lr:g}-seed-{run.seed}-{mark}"
 
 
 # --- Pieces -------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """Doing runs, several at once, and keeping a line of each."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.experiments import records
-from paceline.experiments.compare import pool
+from paceline.experiments import pool, records
 from paceline.experiments.config import Run, as_mapping
 from paceline.experiments.defaults.runs import Named
+from paceline.experiments.run import drop_checkpoints
 
 
 def work(runs: Named, out: Path, record: Path, jobs: int, tell: Callable[[str], None]) -> None:
@@ -24,7 +23,7 @@ def work(runs: Named, out: Path, record: Path, jobs: int, tell: Callable[[str], 
                 with record.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line, allow_nan=False) + "\n")
                 tell(_for_a_terminal(line))
-                shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
+                drop_checkpoints(cell.folder)
             case (cell, pool.Ended(how=how, text=text)):
                 tell(f"{cell.folder.name}: {how}: {text}")
 

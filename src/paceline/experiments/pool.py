@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_all_start_methods, get_context
@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.experiments.config import ConfigError, Run
-from paceline.experiments.run import Event, Interrupted, Notice, execute, interrupts
+from paceline.experiments.run import (
+    DivergedError,
+    Event,
+    Interrupted,
+    Notice,
+    Watch,
+    execute,
+    interrupts,
+)
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import BusyError
 from paceline.lm.loop import Step
@@ -34,6 +42,10 @@ class Cell:
 
     run: Run
     folder: Path
+    watch: Watch | None = None
+    """As in `execute`, as it is before the first step."""
+    may_go_on: Callable[[], bool] | None = None
+    """Asked now and then; False: the folder is somebody else's, and nothing more is written to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,45 +58,61 @@ class Ended:
 
 
 Target = Callable[[Any, Callable[[object], None]], Any]
+Told = tuple[Cell, Event | Ended] | None
 
 
-def run_all(cells: Sequence[Cell], jobs: int, threads: int) -> Iterator[tuple[Cell, Event | Ended] | None]:
+def run_all(
+    cells: Iterable[Cell | None], jobs: int, threads: int, gpus: Sequence[str] = ()
+) -> Iterator[Told]:
     """Do runs, so many at once, and yield what happens to which; None now and then when nothing does.
 
     A signal stops all of them; they are saved, and Interrupted is raised.
     """
-    for told in do_all(_train, cells, jobs, threads):
-        yield told and (cells[told[0]], told[1])
+    return do_all(_train, cells, jobs, threads, gpus)
 
 
 def do_all(
-    target: Target, orders: Sequence[Any], jobs: int, threads: int
-) -> Iterator[tuple[int, Any] | None]:
-    """Call `target` with each order, in processes; what they send, by the number of the order."""
+    target: Target, orders: Iterable[Any], jobs: int, threads: int, gpus: Sequence[str] = ()
+) -> Iterator[tuple[Any, Any] | None]:
+    """Call `target` with each order, in processes; what they send, with the order.
+
+    Orders are taken when there is room; one that is None says that there is none now, but may be later. Each
+    process sees one of the `gpus`, as CUDA_VISIBLE_DEVICES names them, by turns; without any, what this one
+    sees.
+    """
     # A server that has imported everything forks in no time; where there is none, each child imports anew.
     context: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload([__name__])
-    waiting, at_work = list(range(len(orders)))[::-1], dict[Connection, tuple[int, BaseProcess]]()
+    waiting, more = iter(orders), True
+    at_work = dict[Connection, tuple[Any, BaseProcess, int]]()
     told_to_stop = False
     try:
         with interrupts() as asked:
-            while at_work or (waiting and not asked()):
+            while at_work or (more and not asked()):
                 if asked() and not told_to_stop:
                     told_to_stop = True
-                    for _, process in at_work.values():
+                    for _, process, _ in at_work.values():
                         _signal(process, signal.SIGTERM)
-                while waiting and len(at_work) < jobs and not asked():
-                    number = waiting.pop()
+                while more and len(at_work) < jobs and not asked():
+                    try:
+                        order = next(waiting)
+                    except StopIteration:
+                        more = False
+                        break
+                    if order is None:
+                        break
+                    place = min(set(range(jobs)) - {place for _, _, place in at_work.values()})
+                    gpu = gpus[place % len(gpus)] if gpus else None
                     ours, theirs = context.Pipe()
-                    process = context.Process(target=_work, args=(target, orders[number], threads, theirs))
+                    process = context.Process(target=_work, args=(target, order, threads, gpu, theirs))
                     process.start()
                     theirs.close()
-                    at_work[ours] = number, process
+                    at_work[ours] = order, process, place
                 ready = connection.wait(list(at_work), timeout=0.25)
                 for ours in ready:
                     assert isinstance(ours, Connection)
-                    number, process = at_work[ours]
+                    order, process, _ = at_work[ours]
                     message = _receive(ours, process)
                     if isinstance(message, Ended):
                         if asked() and message.how == "failed":  # it had not come to where it listens
@@ -92,13 +120,13 @@ def do_all(
                         process.join()
                         ours.close()
                         del at_work[ours]
-                    yield number, message
+                    yield order, message
                 if not ready:
                     yield None
         if asked():
             raise Interrupted(asked(), None)
     finally:
-        for ours, (_, process) in at_work.items():
+        for ours, (_, process, _) in at_work.items():
             ours.close()  # which ends it
             process.join()
 
@@ -124,7 +152,9 @@ def _signal(process: BaseProcess, number: int) -> None:
 # --- In the child -------------------------------------------------------------------------------------
 
 
-def _work(target: Target, order: Any, threads: int, theirs: Connection) -> None:
+def _work(target: Target, order: Any, threads: int, gpu: str | None, theirs: Connection) -> None:
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is used for the first time
     import torch
 
     os.environ["TQDM_DISABLE"] = "1"  # bars of libraries would run through the table of the parent
@@ -146,7 +176,7 @@ def _work(target: Target, order: Any, threads: int, theirs: Connection) -> None:
 def _ended(target: Target, order: Any, send: Callable[[object], None]) -> Ended:
     try:
         return Ended(how="finished", result=target(order, send))
-    except NotFiniteError as error:
+    except (NotFiniteError, DivergedError) as error:
         return Ended(how="diverged", text=str(error))
     except (Interrupted, KeyboardInterrupt) as error:
         return Ended(how="stopped", text=str(error))
@@ -176,9 +206,13 @@ def _train(cell: Cell, send: Callable[[object], None]) -> None:
 
 
 def _send_events(cell: Cell, send: Callable[[object], None]) -> None:
-    spoke = 0.0
-    for event in execute(cell.run, cell.folder, lambda text: send(Notice(text=text))):
+    spoke = asked = 0.0
+    for event in execute(cell.run, cell.folder, lambda text: send(Notice(text=text)), cell.watch):
         now = time.monotonic()
+        if cell.may_go_on is not None and now - asked > 1:
+            asked = now
+            if not cell.may_go_on():
+                os._exit(1)  # without writing what is not written yet
         if not isinstance(event, Step) or now - spoke > 0.25:
             spoke = now
             send(event)

@@ -1,0 +1,1 @@
+"""`paceline sweep`: many runs that differ in some settings."""
