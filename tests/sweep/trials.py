@@ -1,5 +1,6 @@
 """Sweeps of tiny cells, for tests of both engines."""
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,6 @@ def words(room, out, *more):
 
 def start(line, **environment):
     """The command, as a process with a group of its own."""
-    import os
 
     return subprocess.Popen(
         [sys.executable, "-m", "paceline.cli", *line],

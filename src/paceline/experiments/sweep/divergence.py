@@ -26,7 +26,7 @@ class Divergence:
 
         >>> watch = Divergence(margin=1.0, warmup=0)
         >>> [step for step in range(1, 100) if watch.take(step, 100, 3.0 if step < 50 else 9.0)][0]
-        76
+        75
         """
         if loss is None:  # a step that was left out
             return None
