@@ -16,7 +16,6 @@ from ranks import full, make_model
 from ranks_training import (
     TOLERANCE,
     averages,
-    make_tied,
     my_share,
     pace,
     pullback,
@@ -155,7 +154,7 @@ def full_states(folder):
         on_all = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=whole))
         on_first = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=on_host))
         assert bool(on_first) == (dist.get_rank() == 0)
-        weights = {name: full(p.detach()) for name, p in model.named_parameters()}
+        weights = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
         train(model, optimizer, range(BEFORE, BEFORE + AFTER), dtype)
         later = entries(model, optimizer)
 
