@@ -166,8 +166,8 @@ RULE = [
     Mutant(
         "moments-scale-uncorrected",
         "moments.py",
-        "finite_sum(sums / squares)",
-        "finite_sum(sums)",
+        "finite_sum(found / squares)",
+        "finite_sum(found)",
         (_REFERENCE,),
     ),
     Mutant(
@@ -187,7 +187,7 @@ RULE = [
     Mutant(
         "pullback-without-scale",
         "pullback.py",
-        'scale = self._scale() if recipe.gain == "scaled" and recipe.pullback_strength != 0 else 1.0',
+        "scale = self._scale_now = self._scale() if self._scale_now is None else self._scale_now",
         "scale = 1.0",
         (f"{_SCALED}::test_pullback_of_adamw_is_the_same_to_the_bit",),
     ),
@@ -201,8 +201,8 @@ RULE = [
     Mutant(
         "rule-relative-mean-uncorrected",
         "rule.py",
-        "rms = spared.mean().sqrt() / terms.root_correction",
-        "rms = spared.mean().sqrt()",
+        "rms = mean.sqrt() / terms.root_correction",
+        "rms = mean.sqrt()",
         (_REFERENCE,),
     ),
     Mutant(
@@ -230,12 +230,25 @@ RULE = [
         "torch.clamp(spread, 0.25, 4.0, out=terms.out), 1.0,",
         (_REFERENCE,),
     ),
-    Mutant("rule-relative-nan-spreads", "rule.py", ".nan_to_num(nan=0.0, posinf=0.0)", "", (_BAD,)),
+    Mutant(
+        "rule-relative-nan-spreads",
+        "sharded.py",
+        "tensor.to(dtype).nan_to_num(nan=0.0, posinf=0.0).mean()",
+        "tensor.to(dtype).mean()",
+        (_BAD,),
+    ),
+    Mutant(
+        "pullback-scale-of-an-earlier-step",
+        "pullback.py",
+        "            self._scale_now = None\n",
+        "            pass\n",
+        (f"{_SCALED}::test_pullback_of_adamw_is_the_same_to_the_bit",),
+    ),
     Mutant(
         "rule-relative-inf-spreads",
-        "rule.py",
-        ".nan_to_num(nan=0.0, posinf=0.0)",
-        ".nan_to_num(nan=0.0)",
+        "sharded.py",
+        "tensor.to(dtype).nan_to_num(nan=0.0, posinf=0.0).mean()",
+        "tensor.to(dtype).nan_to_num(nan=0.0).mean()",
         (_BAD,),
     ),
     Mutant(
@@ -964,7 +977,7 @@ STATE = [
     Mutant(
         "members-whatever-addresses",
         "members.py",
-        "return _are_at(self._arrays, self._addresses)",
+        "return _are_at(self._all_parts(), self._addresses)",
         "return True",
         (_FITS,),
     ),
@@ -1020,8 +1033,8 @@ STATE = [
     Mutant(
         "sharded-only-first-gradient-checked",
         "sharded.py",
-        "for part in map(local, own) if part.numel()]",
-        "for part in map(local, own[:1]) if part.numel()]",
+        "parts = [grad for grad in grads if grad.numel()]",
+        "parts = [grad for grad in grads[:1] if grad.numel()]",
         (_SKIP,),
     ),
 ]
@@ -2887,14 +2900,35 @@ KEPT = [
     Mutant(
         "gradients-norm-of-this-rank",
         "gradients.py",
-        "rest += [p.grad for p in work.members.parameters if p.grad is not None]",
-        "rest += work.members.grads",
+        "found.append(over_ranks.ask(total, parameters[0]))",
+        "found.append(over_ranks.ask(total, total))",
+        ("tests/optim/test_distributed.py",),
+    ),
+    Mutant(
+        "sharded-sums-of-this-rank",
+        "sharded.py",
+        "torch.distributed.all_reduce(total, group=mesh.get_group(i))",
+        "pass",
+        ("tests/optim/test_distributed.py",),
+    ),
+    Mutant(
+        "work-relative-means-of-this-rank",
+        "work.py",
+        'if group["gain"] == "relative" or group["differentiable"]:',
+        'if group["differentiable"]:',
+        ("tests/optim/test_distributed.py",),
+    ),
+    Mutant(
+        "members-whatever-cuts",
+        "members.py",
+        "if list(map(cut_of, grads)) != self._cuts:",
+        "if False:",
         ("tests/optim/test_distributed.py",),
     ),
     Mutant(
         "members-whatever-order-of-parameters",
         "members.py",
-        "if not self._own_alike(*self._parameters) and _looks(self._parameters) != self._own_looks:",
+        "if not self._own_alike(*parts) and _looks(parts) != self._own_looks:",
         "if False:",
         (f"{_FITS}::test_a_parameter_turned_in_place_is_noticed",),
     ),
@@ -2957,8 +2991,8 @@ KEPT = [
     Mutant(
         "gradients-norm-of-groups-that-clip",
         "gradients.py",
-        "norm = _sums(works)[0].sqrt()",
-        'norm = _sums([w for w in works if w.group["max_grad_norm"]])[0].sqrt()',
+        "norm = sums(works)[0].sqrt()",
+        'norm = sums([w for w in works if w.group["max_grad_norm"]])[0].sqrt()',
         (f"{_GRADIENTS}::test_the_norm_is_over_all_groups_and_each_has_its_own_limit",),
     ),
     Mutant(

@@ -1,6 +1,6 @@
 """Scenarios of ranks.py: states and averages that are saved on some ranks and loaded on others.
 
-Rows D4 (resharding) and D5 (full states, exports) of docs/sharded.md.
+Other numbers of ranks, whole states, exports.
 """
 
 import copy
@@ -74,7 +74,7 @@ def train(model, optimizer, steps, dtype):
     optimizer.zero_grad()
 
 
-# --- D4 -----------------------------------------------------------------------------------------------
+# --- Other numbers of ranks -------------------------------------------------------------------------
 
 
 def reshard(folder):
@@ -135,7 +135,7 @@ def entries_of(model, optimizer, key):
     return full(value.int() if value.dtype == torch.int16 else value)
 
 
-# --- D5 -----------------------------------------------------------------------------------------------
+# --- Whole states and exports -----------------------------------------------------------------------
 
 
 def full_states(folder):
@@ -154,7 +154,7 @@ def full_states(folder):
         on_all = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=whole))
         on_first = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=on_host))
         assert bool(on_first) == (dist.get_rank() == 0)
-        weights = {name: full(p.detach()) for name, p in model.named_parameters()}
+        weights = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
         train(model, optimizer, range(BEFORE, BEFORE + AFTER), dtype)
         later = entries(model, optimizer)
 

@@ -1,6 +1,6 @@
 """Scenarios of ranks.py: training over several ranks is training in one process, and costs no collective.
 
-Rows D1 (DDP), D2 (FSDP2), D6 (showing averages) and D9 (skipped steps) of docs/sharded.md.
+DDP, FSDP2, what a step costs, showing averages, skipped steps.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ def at_most(collectives, group=None):
     assert max(counts) <= collectives, (counts, operations.names)
 
 
-# --- D1 -----------------------------------------------------------------------------------------------
+# --- DDP --------------------------------------------------------------------------------------------
 
 
 def ddp_training(folder):
@@ -143,7 +143,7 @@ def ddp_training(folder):
         assert_trained_alike(model, optimizer, single, expected)
 
 
-# --- D2 -----------------------------------------------------------------------------------------------
+# --- FSDP2 ------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -357,7 +357,7 @@ def fsdp2_caches(folder):
             assert len(set(found[3:])) == 1, (make, path, found)
 
 
-# --- D6 -----------------------------------------------------------------------------------------------
+# --- Showing averages -------------------------------------------------------------------------------
 
 
 def swap(folder):
@@ -388,7 +388,7 @@ def _loss(model, x, y):
         return (model(x) - y).square().mean()
 
 
-# --- D9 -----------------------------------------------------------------------------------------------
+# --- Skipped steps ----------------------------------------------------------------------------------
 
 
 def skipped_steps(folder):

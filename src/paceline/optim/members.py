@@ -5,7 +5,7 @@ Most steps are like the one before, and to look at everything anew takes longer 
 
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,19 +112,38 @@ class Fit:
         self._idle = [parameter for parameter in params if id(parameter) not in taking_part]
         self._seen, self._states = members.states, states
         self._kept = list(_values(states))
-        self._arrays = [*self._parameters, *(kept for kept in self._kept if isinstance(kept, Tensor))]
+        arrays = [*self._parameters, *(kept for kept in self._kept if isinstance(kept, Tensor))]
         # Of what is cut over ranks, all that follows is about this rank's parts.
-        cuts = list(map(cut_of, self._parameters))
-        self._cuts = cuts if any(cuts) else None
+        self._arrays = [array for array in arrays if cut_of(array) is None]
+        self._cut_arrays = [array for array in arrays if cut_of(array) is not None]
+        self._cuts = list(map(cut_of, self._parameters)) if self._cut_arrays else []
+        self._specs: list[object] = []
         parts = self._parts(self._parameters)
-        self._addresses = list(map(_address, self._parts(self._arrays)))
+        self._addresses = list(map(_address, self._all_parts()))
         self._grad_addresses = members.addresses or list(map(_address, members.grads))
         self._looks, self._look_alike = _looks(members.grads), _look_of(members.grads)
         self._own_looks, self._own_alike = _looks(parts), _look_of(parts)
         self._settings = settings
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors if self._cuts is None else list(map(local, tensors))
+        """Of parameters or gradients."""
+        if not self._cuts:
+            return tensors
+        return list(map(_part if all(self._cuts) else local, tensors))
+
+    def _all_parts(self) -> list[Tensor]:
+        return [*map(_part, self._cut_arrays), *self._arrays] if self._cut_arrays else self._arrays
+
+    def _are_cut_as_parameters(self, grads: list[Any]) -> bool:
+        if not all(map(isinstance, grads, repeat(Tensor))):
+            return False
+        # FSDP2 says of all gradients of a parameter how they are cut by one object.
+        specs = [getattr(grad, "_spec", None) for grad in grads]
+        if len(specs) != len(self._specs) or not all(map(is_, specs, self._specs)):
+            if list(map(cut_of, grads)) != self._cuts:
+                return False
+            self._specs = specs
+        return True
 
     @staticmethod
     def can_be(parameters: list[Tensor], states: list[State], slots: list[Slot]) -> bool:
@@ -146,10 +165,10 @@ class Fit:
         if not all(map(is_, params, self._params)) or not self._are_where_they_were():
             return None
         grads: list[Any] = list(map(_grad, self._parameters))
-        if self._cuts is not None:
-            if any(grad is None for grad in grads) or list(map(cut_of, grads)) != self._cuts:
+        if self._cuts:
+            if not self._are_cut_as_parameters(grads):
                 return None
-            grads = list(map(local, grads))
+            grads = self._parts(grads)
         # What torch guards with also tells modes apart, of which nothing here depends.
         if not self._look_alike(*grads) and _looks(grads) != self._looks:
             return None
@@ -175,7 +194,7 @@ class Fit:
         parts = self._parts(self._parameters)
         if not self._own_alike(*parts) and _looks(parts) != self._own_looks:
             return False
-        return _are_at(self._parts(self._arrays), self._addresses)
+        return _are_at(self._all_parts(), self._addresses)
 
 
 class Fits:
@@ -221,6 +240,7 @@ class Fits:
 
 
 _address, _grad = Tensor.data_ptr, attrgetter("grad")
+_part = attrgetter("_local_tensor")  # as `local`, where it is known to be cut
 # In torch for CUDA only, and not for users; where it is missing, Python does the same in five times the time.
 _data_ptrs_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
