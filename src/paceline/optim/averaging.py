@@ -4,6 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from paceline.optim import weights
 from paceline.optim.loading import Format, Saved, admit
 from paceline.optim.sharded import same_values, sharded_like
 from paceline.optim.state import State, is_seeded, take_averages
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Averaging(Optimizer, ABC):
@@ -221,10 +224,13 @@ class Averaging(Optimizer, ABC):
         self._put_live_back()
         if self._inner is not None:
             self._inner.train()
-        # Whoever replaces parameters replaces all of a group.
-        firsts = [group["params"][0] for group in self.param_groups if group["params"]]
-        if not torch.compiler.is_compiling() and any(first not in self._memory for first in firsts):
+        if not torch.compiler.is_compiling() and self._seems_to_have_others():
             self._follow_groups()
+
+    def _seems_to_have_others(self) -> bool:
+        """Whoever replaces parameters replaces all of a group. Frozen ones have no state to begin with."""
+        firsts = (next(filter(_REQUIRES_GRAD, group["params"]), None) for group in self.param_groups)
+        return any(first is not None and first not in self._memory for first in firsts)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -235,8 +241,8 @@ class Averaging(Optimizer, ABC):
         what steps were taken with stays, for the user may put them back.
         """
         members = dict.fromkeys(self._members())
-        for parameter in [other for other in self._memory if other not in members]:
-            if not is_seeded(self._memory[parameter]):
+        for parameter in [key for key in self._memory if isinstance(key, Tensor) and key not in members]:
+            if not _has_stepped(self._memory[parameter]):
                 del self._memory[parameter]
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -375,6 +381,12 @@ def reset_average(optimizer: Optimizer) -> None:
         raise TypeError(f"reset_average takes the optimizer itself, not {type(keeper).__name__}")
     for _, state in keeper._remembered():
         state["unseeded"] = torch.tensor(True)
+
+
+def _has_stepped(state: State) -> bool:
+    """Whether moments are of steps that were taken, also where the average begins anew. Looking at the state
+    of a parameter that has none leaves an empty one."""
+    return bool(state) and state["step"].item() > 0
 
 
 def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
