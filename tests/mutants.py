@@ -1349,9 +1349,16 @@ AVERAGING = [
     Mutant(
         "averaging-views-block-nothing",
         "averaging.py",
-        "for keeper in (self, *self._views))",
-        "for keeper in (self,))",
+        "for keeper in (weights.innermost(self), *self._views))",
+        "for keeper in (weights.innermost(self),))",
         (f"{_AVERAGES}::test_views_stand_for_one_average_each",),
+    ),
+    Mutant(
+        "averaging-block-unknown-to-an-imitation",
+        "averaging.py",
+        "for keeper in (weights.innermost(self), *self._views))",
+        "for keeper in (self, *self._views))",
+        (f"{_WEIGHTS}::test_such_a_wrapper_has_the_modes_of_the_optimizer",),
     ),
     Mutant(
         "averaging-shown-behind-a-wrapper",
@@ -1370,8 +1377,8 @@ AVERAGING = [
     Mutant(
         "averaging-step-leaves-the-average-underneath",
         "averaging.py",
-        "            self._inner.train()\n        # Whoever",
-        "            pass\n        # Whoever",
+        "            self._inner.train()\n        if not torch",
+        "            pass\n        if not torch",
         (f"{_WRAPPERS}::test_averages_begin_with_live_also_if_the_inner_average_was_shown",),
     ),
     Mutant(

@@ -23,19 +23,22 @@ class Averaging(Optimizer, ABC):
     """An optimizer whose parameters hold live weights and whose memory holds their average. Abstract."""
 
     format: Format
-    # Which weights `eval()` shows, in the group entry that says what the parameters hold.
-    _returned_name = "average"
-    # What else `averaged_weights` may be given to show one of our averages.
-    _views: tuple[weights.KeepsAverage, ...] = ()
-    # A module whose floating buffers are averaged too.
-    _buffered: nn.Module | None = None
-    # An optimizer of this kind underneath, or around this one: only one of them may show an average.
-    _inner: "Averaging | None" = None
-    _outer: "Averaging | None" = None
-    # For whoever computes with copies of our parameters: called when those have changed places with averages.
-    after_exchange: Callable[[], None] | None = None
+    # Not as attributes of the class: wrappers of trainers take on our class and look up the rest in us.
+    _returned_name: str
+    """Which weights `eval()` shows, in the group entry that says what the parameters hold."""
+    _views: tuple[weights.KeepsAverage, ...]
+    """What else `averaged_weights` may be given to show one of our averages."""
+    _buffered: nn.Module | None
+    """A module whose floating buffers are averaged too."""
+    _inner: "Averaging | None"
+    """An optimizer of this kind underneath: only one of the two may show an average."""
+    _outer: "Averaging | None"
+    """Likewise, around this one."""
+    after_exchange: Callable[[], None] | None
+    """For whoever computes with copies of our parameters: called when those changed places with averages."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._complete()
         # Live weights that came with a loaded state, until the first step after it, and the name of
         # the average that was shown when it was saved.
         self._loaded_live: dict[Tensor, Tensor] = {}
@@ -43,6 +46,12 @@ class Averaging(Optimizer, ABC):
         self._buffer_memory: dict[str, State] = {}
         # Not a setting: every checkpoint says which weights the parameters held when it was made.
         super().__init__(params, {**defaults, self.format.hold: "live"})
+
+    def _complete(self) -> None:
+        """What a kind of optimizer does not say itself, and what is not pickled."""
+        usual = {"_returned_name": "average", "_views": (), "_buffered": None}
+        for name, value in {**usual, "_inner": None, "_outer": None, "after_exchange": None}.items():
+            self.__dict__.setdefault(name, value)
 
     # --- What a kind of optimizer has to say ------------------------------------------------------
 
@@ -128,7 +137,7 @@ class Averaging(Optimizer, ABC):
         return bool(self.param_groups[0][self.format.hold] != "live")
 
     def _in_block(self) -> bool:
-        return any(weights.in_block(keeper) for keeper in (self, *self._views))
+        return any(weights.in_block(keeper) for keeper in (weights.innermost(self), *self._views))
 
     def eval(self) -> None:
         """Put the average into the parameters, until `train()` or the next `step()`."""
@@ -189,7 +198,8 @@ class Averaging(Optimizer, ABC):
         A checkpoint taken while the average was shown has the average in the model's part and live in
         the optimizer's; torch's set_state_dict loads the model's last. The average is then shown again.
         """
-        loaded, self._loaded_live = self._loaded_live, {}
+        loaded = dict(self._loaded_live)
+        self._loaded_live.clear()
         stale = False
         for parameter, live in loaded.items():
             state = self._memory.get(parameter)
@@ -326,6 +336,8 @@ class Averaging(Optimizer, ABC):
         if "defaults" not in state:  # from load_state_dict; otherwise unpickled or copied
             self._adopt(**state)
             state = {}
+        else:
+            self._complete()
         super().__setstate__(state)
         if self._inner is not None:
             self._inner._outer = self

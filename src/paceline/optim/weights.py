@@ -41,16 +41,24 @@ def keeper_of(optimizer: object) -> KeepsAverage:
 
     TypeError in the user's words if there is none.
     """
-    inside: object = optimizer
-    # To the innermost: wrappers of Lightning and Fabric take on the class of what is inside, and as keepers
-    # they would note on themselves what the optimizer has to know.
-    while hasattr(inside, "optimizer"):
-        inside = inside.optimizer
+    inside = innermost(optimizer)
     if not isinstance(inside, KeepsAverage):
         raise TypeError(
             f"{type(inside).__name__} keeps no average of its parameters; pass an optimizer of paceline, "
             "e.g. paceline.PACE(..., pullback_strength=0) for AdamW with an EMA"
         )
+    return inside
+
+
+def innermost(optimizer: object) -> object:
+    """The optimizer itself, of which a wrapper may have been given.
+
+    Wrappers of Lightning and Fabric take on the class of what is inside, and as keepers they would note on
+    themselves what the optimizer has to know.
+    """
+    inside = optimizer
+    while hasattr(inside, "optimizer"):
+        inside = inside.optimizer
     return inside
 
 
