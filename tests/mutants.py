@@ -1863,6 +1863,13 @@ WEIGHTS = [
         '    while not isinstance(inside, KeepsAverage) and hasattr(inside, "optimizer"):\n',
         (f"{_WEIGHTS}::test_a_wrapper_that_takes_on_the_class_is_not_the_optimizer",),
     ),
+    Mutant(
+        "weights-copies-not-refused",
+        "weights.py",
+        "    _refuse_copies(optimizer, keeper)\n",
+        "",
+        (f"{_WEIGHTS}::test_average_that_would_not_reach_the_model_is_refused",),
+    ),
     Mutant("weights-blocks-nest", "weights.py", "    if in_block(keeper):\n", "    if False:\n", (_REFUSED,)),
     Mutant("weights-block-not-known", "weights.py", "    _in_block.add(keeper)\n", "", (_REFUSED,)),
     Mutant("weights-block-never-left", "weights.py", "        _in_block.discard(keeper)\n", "", (_SWAPS,)),

@@ -355,6 +355,18 @@ def test_whoever_computes_with_copies_is_told():
         assert all(torch.equal(c, p) for c, p in zip(copies, model.parameters(), strict=True)), exchange
 
 
+def test_average_that_would_not_reach_the_model_is_refused():
+    _, optimizer = trained()
+    zero = type("DeepSpeedZeroOptimizer", (SimpleNamespace,), {"__module__": "deepspeed.runtime.zero"})
+    wrapper = SimpleNamespace(optimizer=zero(optimizer=optimizer))
+    with pytest.raises(RuntimeError, match="ZeroOptimizer trains flat copies"), averaged_weights(wrapper):
+        pass
+    assert not optimizer.shows_average()
+    optimizer.after_exchange = lambda: None  # who sees to it
+    with averaged_weights(wrapper):
+        assert optimizer.shows_average()
+
+
 def test_a_wrapper_that_takes_on_the_class_is_not_the_optimizer():
     """As those of Lightning and Fabric; a block of theirs would be unknown to the optimizer that steps."""
     model, optimizer = trained()

@@ -98,6 +98,7 @@ def averaged_weights(optimizer: "torch.optim.Optimizer | KeepsAverage") -> Itera
     True
     """
     keeper = keeper_of(optimizer)
+    _refuse_copies(optimizer, keeper)
     if in_block(keeper):
         raise RuntimeError("averaged_weights is already active for this optimizer; blocks do not nest")
     was_shown = keeper.shows_average()  # by eval(): the block then leaves it so
@@ -109,6 +110,19 @@ def averaged_weights(optimizer: "torch.optim.Optimizer | KeepsAverage") -> Itera
         _in_block.discard(keeper)
         if not was_shown:
             keeper.train()
+
+
+def _refuse_copies(optimizer: object, keeper: KeepsAverage) -> None:
+    """Raise RuntimeError where the model would stay at live, without a word."""
+    inside, is_told = optimizer, getattr(keeper, "after_exchange", None) is not None
+    while inside is not keeper and not is_told:
+        if type(inside).__module__.split(".")[0] == "deepspeed":
+            raise RuntimeError(
+                f"DeepSpeed's {type(inside).__name__} trains flat copies of the model's parameters, so that "
+                "the model would not hold the average; use DDP or FSDP2, or the Trainer of transformers with "
+                "paceline.integrations.huggingface.AveragedModelCallback, for ZeRO stage 1 or 2"
+            )
+        inside = inside.optimizer  # type: ignore[attr-defined]
 
 
 def show_average_(parameter: Tensor, state: State, key: str) -> None:
