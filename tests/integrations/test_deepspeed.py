@@ -60,6 +60,8 @@ REFUSED = """
 for settings, reason in (
     ({"gain": "scaled", "pullback_strength": None}, 'gain="scaled" needs sums over the whole model'),
     ({"max_grad_norm": 1.0}, "max_grad_norm needs sums over the whole model"),
+    ({"pullback_strength": 0, "max_grad_norm": 1.0}, "max_grad_norm needs sums over the whole model"),
+    ({"pullback_strength": 0, "skip_nonfinite": True}, "skip_nonfinite needs sums over the whole model"),
 ):
     try:
         run(settings=settings).train()
@@ -67,6 +69,21 @@ for settings, reason in (
         assert reason in str(error), error
     else:
         raise AssertionError(reason)
+"""
+
+WITHOUT_CALLBACK = """
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from paceline import PACE, averaged_weights
+plain = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+plugin = DeepSpeedPlugin(hf_ds_config=plain | {"zero_optimization": {"stage": stage}})
+accelerator, model = Accelerator(deepspeed_plugin=plugin), t.llama()
+model, optimizer = accelerator.prepare(model, PACE(model.parameters(), lr=1e-2))
+try:
+    with averaged_weights(optimizer):
+        raise AssertionError("not refused")
+except RuntimeError as error:
+    assert "trains flat copies" in str(error), error
 """
 
 STAGE_3 = """
@@ -127,6 +144,6 @@ def test_it_comes_to_what_it_does_under_ddp(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code, stage", [(REFUSED, 2), (STAGE_3, 3)])
+@pytest.mark.parametrize("code, stage", [(REFUSED, 2), (WITHOUT_CALLBACK, 2), (STAGE_3, 3)])
 def test_what_deepspeed_hides_is_refused(code, stage, tmp_path):
     on_two_ranks(code, tmp_path, stage)

@@ -390,6 +390,41 @@ def test_what_steps_were_taken_with_stays_for_parameters_that_are_put_back():
     assert_same_bits(before, everything(optimizer))
 
 
+def test_moments_stay_for_parameters_whose_average_begins_anew():
+    parameters = make_parameters()
+    optimizer = PACE([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
+    advance(optimizer, parameters, make_gradients(steps=2))
+    reset_average(optimizer)
+    before = everything(optimizer)
+    group = optimizer.param_groups.pop()
+    with pytest.raises(RuntimeError, match="has taken steps with"):
+        optimizer.state_dict()
+    optimizer.param_groups.append(group)
+    assert_same_bits(before, everything(optimizer))
+
+
+@pytest.mark.parametrize("key", ["a parameter", "a name"])
+def test_state_of_others_than_its_parameters_is_no_hindrance(key):
+    """A look at the state of a parameter that has none leaves an empty one, and loading keeps any name."""
+    parameters = make_parameters()
+    optimizer = PACE(parameters, lr=0.1)
+    other = "note" if key == "a name" else torch.ones(1)
+    optimizer.state[other] = {"x": 1} if key == "a name" else {}
+    assert set(optimizer.state_dict()["state"]) == {*range(len(parameters)), *({"note"} & {other})}
+
+
+def test_a_frozen_first_parameter_costs_no_look_at_all_others(monkeypatch):
+    parameters = make_parameters()
+    parameters[0].requires_grad_(False)
+    optimizer, looks = PACE(parameters, lr=0.1), []
+    monkeypatch.setattr(PACE, "_follow_groups", lambda self: looks.append(self))
+    advance(optimizer, parameters[1:], [gradients[1:] for gradients in make_gradients(steps=2)])
+    assert not looks and parameters[0] not in optimizer.state
+    parameters[0].requires_grad_(True)
+    advance(optimizer, parameters, make_gradients(steps=1))
+    assert looks  # it has a state from now on
+
+
 def test_parameters_replaced_after_a_step_are_refused_in_words():
     """Their averages stayed behind. torch says KeyError and a number."""
     parameters = make_parameters()

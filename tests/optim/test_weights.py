@@ -355,6 +355,18 @@ def test_whoever_computes_with_copies_is_told():
         assert all(torch.equal(c, p) for c, p in zip(copies, model.parameters(), strict=True)), exchange
 
 
+def test_average_that_would_not_reach_the_model_is_refused():
+    _, optimizer = trained()
+    zero = type("DeepSpeedZeroOptimizer", (SimpleNamespace,), {"__module__": "deepspeed.runtime.zero"})
+    wrapper = SimpleNamespace(optimizer=zero(optimizer=optimizer))
+    with pytest.raises(RuntimeError, match="ZeroOptimizer trains flat copies"), averaged_weights(wrapper):
+        pass
+    assert not optimizer.shows_average()
+    optimizer.after_exchange = lambda: None  # who sees to it
+    with averaged_weights(wrapper):
+        assert optimizer.shows_average()
+
+
 def test_a_wrapper_that_takes_on_the_class_is_not_the_optimizer():
     """As those of Lightning and Fabric; a block of theirs would be unknown to the optimizer that steps."""
     model, optimizer = trained()
@@ -368,6 +380,38 @@ def test_a_wrapper_that_takes_on_the_class_is_not_the_optimizer():
             optimizer.step()
     reset_average(wrapper)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in averaged_state_dict(model, wrapper).items())
+
+
+@pytest.mark.parametrize("kind", ["Averages", "Averages of PACE"])
+def test_such_a_wrapper_has_the_modes_of_the_optimizer(kind):
+    """Also where those depend on more than the class; and one of the averages may have any name."""
+    model, base = trained()
+    base = base if kind == "Averages of PACE" else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = Averages(base, {"first": PowerLaw(0.9), "average": PowerLaw(0.1)}, buffers=model)
+    train(model, optimizer, 3)
+    wrapper = Imitates(optimizer)
+    wrapper.__class__ = type("Wrapped", (Imitates, Averages), {})
+    live = {name: value.clone() for name, value in model.state_dict().items()}
+    with averaged_weights(optimizer):
+        first = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"train\(\) inside"):
+            wrapper.train()
+    assert_same_bits(dict(model.state_dict()), live)
+    if kind == "Averages of PACE":
+        base.eval()  # which steps aside
+    wrapper.eval()
+    assert_same_bits(dict(model.state_dict()), first)
+    wrapper.train()
+    assert_same_bits(dict(model.state_dict()), live)
+
+
+def test_what_such_a_wrapper_has_noticed_is_known_to_the_optimizer():
+    model, optimizer = trained()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.with_live(optimizer.state_dict())))
+    wrapper = Imitates(optimizer)
+    wrapper.__class__ = type("Wrapped", (Imitates, PACE), {})
+    wrapper.eval()  # after which the step would warn of a model that was loaded later
+    train(model, optimizer, 1)
 
 
 class Imitates:

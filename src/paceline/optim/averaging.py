@@ -4,6 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,24 +16,29 @@ from paceline.optim.loading import Format, Saved, admit
 from paceline.optim.sharded import same_values, sharded_like
 from paceline.optim.state import State, is_seeded, take_averages
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
 
 class Averaging(Optimizer, ABC):
     """An optimizer whose parameters hold live weights and whose memory holds their average. Abstract."""
 
     format: Format
-    # Which weights `eval()` shows, in the group entry that says what the parameters hold.
-    _returned_name = "average"
-    # What else `averaged_weights` may be given to show one of our averages.
-    _views: tuple[weights.KeepsAverage, ...] = ()
-    # A module whose floating buffers are averaged too.
-    _buffered: nn.Module | None = None
-    # An optimizer of this kind underneath, or around this one: only one of them may show an average.
-    _inner: "Averaging | None" = None
-    _outer: "Averaging | None" = None
-    # For whoever computes with copies of our parameters: called when those have changed places with averages.
-    after_exchange: Callable[[], None] | None = None
+    # Not as attributes of the class: wrappers of trainers take on our class and look up the rest in us.
+    _returned_name: str
+    """Which weights `eval()` shows, in the group entry that says what the parameters hold."""
+    _views: tuple[weights.KeepsAverage, ...]
+    """What else `averaged_weights` may be given to show one of our averages."""
+    _buffered: nn.Module | None
+    """A module whose floating buffers are averaged too."""
+    _inner: "Averaging | None"
+    """An optimizer of this kind underneath: only one of the two may show an average."""
+    _outer: "Averaging | None"
+    """Likewise, around this one."""
+    after_exchange: Callable[[], None] | None
+    """For whoever computes with copies of our parameters: called when those changed places with averages."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._complete()
         # Live weights that came with a loaded state, until the first step after it, and the name of
         # the average that was shown when it was saved.
         self._loaded_live: dict[Tensor, Tensor] = {}
@@ -40,6 +46,12 @@ class Averaging(Optimizer, ABC):
         self._buffer_memory: dict[str, State] = {}
         # Not a setting: every checkpoint says which weights the parameters held when it was made.
         super().__init__(params, {**defaults, self.format.hold: "live"})
+
+    def _complete(self) -> None:
+        """What a kind of optimizer does not say itself, and what is not pickled."""
+        usual = {"_returned_name": "average", "_views": (), "_buffered": None}
+        for name, value in {**usual, "_inner": None, "_outer": None, "after_exchange": None}.items():
+            self.__dict__.setdefault(name, value)
 
     # --- What a kind of optimizer has to say ------------------------------------------------------
 
@@ -125,7 +137,7 @@ class Averaging(Optimizer, ABC):
         return bool(self.param_groups[0][self.format.hold] != "live")
 
     def _in_block(self) -> bool:
-        return any(weights.in_block(keeper) for keeper in (self, *self._views))
+        return any(weights.in_block(keeper) for keeper in (weights.innermost(self), *self._views))
 
     def eval(self) -> None:
         """Put the average into the parameters, until `train()` or the next `step()`."""
@@ -186,7 +198,8 @@ class Averaging(Optimizer, ABC):
         A checkpoint taken while the average was shown has the average in the model's part and live in
         the optimizer's; torch's set_state_dict loads the model's last. The average is then shown again.
         """
-        loaded, self._loaded_live = self._loaded_live, {}
+        loaded = dict(self._loaded_live)
+        self._loaded_live.clear()
         stale = False
         for parameter, live in loaded.items():
             state = self._memory.get(parameter)
@@ -221,10 +234,13 @@ class Averaging(Optimizer, ABC):
         self._put_live_back()
         if self._inner is not None:
             self._inner.train()
-        # Whoever replaces parameters replaces all of a group.
-        firsts = [group["params"][0] for group in self.param_groups if group["params"]]
-        if not torch.compiler.is_compiling() and any(first not in self._memory for first in firsts):
+        if not torch.compiler.is_compiling() and self._seems_to_have_others():
             self._follow_groups()
+
+    def _seems_to_have_others(self) -> bool:
+        """Whoever replaces parameters replaces all of a group. Frozen ones have no state to begin with."""
+        firsts = (next(filter(_REQUIRES_GRAD, group["params"]), None) for group in self.param_groups)
+        return any(first is not None and first not in self._memory for first in firsts)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -235,8 +251,8 @@ class Averaging(Optimizer, ABC):
         what steps were taken with stays, for the user may put them back.
         """
         members = dict.fromkeys(self._members())
-        for parameter in [other for other in self._memory if other not in members]:
-            if not is_seeded(self._memory[parameter]):
+        for parameter in [key for key in self._memory if isinstance(key, Tensor) and key not in members]:
+            if not _has_stepped(self._memory[parameter]):
                 del self._memory[parameter]
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -320,6 +336,8 @@ class Averaging(Optimizer, ABC):
         if "defaults" not in state:  # from load_state_dict; otherwise unpickled or copied
             self._adopt(**state)
             state = {}
+        else:
+            self._complete()
         super().__setstate__(state)
         if self._inner is not None:
             self._inner._outer = self
@@ -375,6 +393,12 @@ def reset_average(optimizer: Optimizer) -> None:
         raise TypeError(f"reset_average takes the optimizer itself, not {type(keeper).__name__}")
     for _, state in keeper._remembered():
         state["unseeded"] = torch.tensor(True)
+
+
+def _has_stepped(state: State) -> bool:
+    """Whether moments are of steps that were taken, also where the average begins anew. Looking at the state
+    of a parameter that has none leaves an empty one."""
+    return bool(state) and state["step"].item() > 0
 
 
 def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

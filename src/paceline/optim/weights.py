@@ -41,16 +41,24 @@ def keeper_of(optimizer: object) -> KeepsAverage:
 
     TypeError in the user's words if there is none.
     """
-    inside: object = optimizer
-    # To the innermost: wrappers of Lightning and Fabric take on the class of what is inside, and as keepers
-    # they would note on themselves what the optimizer has to know.
-    while hasattr(inside, "optimizer"):
-        inside = inside.optimizer
+    inside = innermost(optimizer)
     if not isinstance(inside, KeepsAverage):
         raise TypeError(
             f"{type(inside).__name__} keeps no average of its parameters; pass an optimizer of paceline, "
             "e.g. paceline.PACE(..., pullback_strength=0) for AdamW with an EMA"
         )
+    return inside
+
+
+def innermost(optimizer: object) -> object:
+    """The optimizer itself, of which a wrapper may have been given.
+
+    Wrappers of Lightning and Fabric take on the class of what is inside, and as keepers they would note on
+    themselves what the optimizer has to know.
+    """
+    inside = optimizer
+    while hasattr(inside, "optimizer"):
+        inside = inside.optimizer
     return inside
 
 
@@ -90,6 +98,7 @@ def averaged_weights(optimizer: "torch.optim.Optimizer | KeepsAverage") -> Itera
     True
     """
     keeper = keeper_of(optimizer)
+    _refuse_copies(optimizer, keeper)
     if in_block(keeper):
         raise RuntimeError("averaged_weights is already active for this optimizer; blocks do not nest")
     was_shown = keeper.shows_average()  # by eval(): the block then leaves it so
@@ -101,6 +110,19 @@ def averaged_weights(optimizer: "torch.optim.Optimizer | KeepsAverage") -> Itera
         _in_block.discard(keeper)
         if not was_shown:
             keeper.train()
+
+
+def _refuse_copies(optimizer: object, keeper: KeepsAverage) -> None:
+    """Raise RuntimeError where the model would stay at live, without a word."""
+    inside, is_told = optimizer, getattr(keeper, "after_exchange", None) is not None
+    while inside is not keeper and not is_told:
+        if type(inside).__module__.split(".")[0] == "deepspeed":
+            raise RuntimeError(
+                f"DeepSpeed's {type(inside).__name__} trains flat copies of the model's parameters, so that "
+                "the model would not hold the average; use DDP or FSDP2, or the Trainer of transformers with "
+                "paceline.integrations.huggingface.AveragedModelCallback, for ZeRO stage 1 or 2"
+            )
+        inside = inside.optimizer  # type: ignore[attr-defined]
 
 
 def show_average_(parameter: Tensor, state: State, key: str) -> None:
