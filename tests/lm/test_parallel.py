@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import crew
@@ -38,8 +39,7 @@ SETTINGS = (
 
 
 def codes(trials, seconds=120):
-    found = [trial.wait(seconds) for trial in trials]
-    return found
+    return [trial.wait(seconds) for trial in trials]
 
 
 def text_of(trials):
@@ -164,9 +164,12 @@ def assert_near(folder, other, step=12):
     assert facts["progress"] == their_facts["progress"]
 
 
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def records_of(folder):
-    lines = (folder / "records.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return lines_of(folder / "records.jsonl")
 
 
 def assert_near_records(folder, other):
@@ -204,11 +207,7 @@ def test_a_run_goes_on_on_any_number_of_ranks(tmp_path, words, capsys, how, size
         assert all(text == "" for text in said[1:]), "the first speaks for all"
     assert_near(run, alone)
     assert_near_records(run, alone)
-    begun = [
-        line
-        for line in map(json.loads, (run / "timing.jsonl").read_text().splitlines())
-        if line["kind"] == "begin"
-    ]
+    begun = [line for line in lines_of(run / "timing.jsonl") if line["kind"] == "begin"]
     assert [(line["step"], line.get("ranks", 1)) for line in begun] == [
         (0 if place == 0 else 3 + 2 * place, size) for place, size in enumerate(sizes)
     ]
@@ -267,24 +266,20 @@ def test_a_mistake_is_said_by_every_rank_and_nobody_hangs(tmp_path, words):
 # --- torchrun -----------------------------------------------------------------------------------------
 
 
-def torchrun(folder, words, *options, environment=()):
-    """The command on two ranks, as a user starts it."""
+@contextmanager
+def torchrun(folder, words, *options):
+    """The command on two ranks, as a user starts it; all of them are gone afterwards."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
     command += ["-m", "paceline.cli", *words, "--out", str(folder / "run")]
     source = str(Path(__file__).parents[2] / "src")
-    return subprocess.Popen(
-        command,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            **dict(environment),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    paths = os.pathsep.join(path for path in (source, os.environ.get("PYTHONPATH")) if path)
+    more = {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=os.environ | more, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()  # it ends its ranks
 
 
 def ranks_of(parent):
@@ -315,19 +310,16 @@ def kill_one_rank(folder, process, after):
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
 
 
-LONGER = ("--steps", "60", "--evaluate-every", "60", "--keep", "100", "--batch-size", "64")
+LONGER = ("--steps", "24", "--evaluate-every", "24", "--keep", "100", "--batch-size", "16")
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path, words):
     words, _ = words
-    process = torchrun(tmp_path, [*words, *LONGER, "--parallel", "fsdp2"])
-    try:
+    with torchrun(tmp_path, [*words, *LONGER, "--parallel", "fsdp2"]) as process:
         kill_one_rank(tmp_path, process, 2)
         began = time.monotonic()
         text, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert process.returncode != 0 and time.monotonic() - began < 60
     cause = text.partition("Root Cause")[2]
     assert re.search(r"rank +: 1 .*\n.*exitcode +: -9", cause), text
@@ -340,35 +332,33 @@ def test_started_again_by_torchrun_a_run_ends_in_the_same_bits(tmp_path, words, 
     words = [*words, *LONGER, "--parallel", how, "--dropout", "0.1"]
     ends = []
     for name, kills in (("whole", 0), ("killed", 1)):
-        process = torchrun(tmp_path / name, words, "--max-restarts", "1")
-        try:
+        with torchrun(tmp_path / name, words, "--max-restarts", "1") as process:
             if kills:
                 kill_one_rank(tmp_path / name, process, 7)
-            text, _ = process.communicate(timeout=180)
-        finally:
-            process.kill()
+            text, _ = process.communicate(timeout=300)
         assert process.returncode == 0, text
-        ends.append(saved(tmp_path / name / "run", 60))
+        ends.append(saved(tmp_path / name / "run", 24))
     (whole, facts), (killed, other) = ends
     assert facts["progress"] == other["progress"]
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     assert records_of(tmp_path / "whole" / "run") == records_of(tmp_path / "killed" / "run")
+    begun = [
+        line for line in lines_of(tmp_path / "killed" / "run" / "timing.jsonl") if line["kind"] == "begin"
+    ]
+    assert len(begun) == 2 and begun[1]["step"] >= 7
 
 
 @pytest.mark.long
 def test_a_signal_to_torchrun_saves_and_the_same_command_goes_on(tmp_path, words):
     words, _ = words
     words = [*words, *LONGER, "--parallel", "fsdp2"]
-    process = torchrun(tmp_path, words, "--max-restarts", "3")
-    try:
+    with torchrun(tmp_path, words, "--max-restarts", "3") as process:
         until(lambda: (tmp_path / "run" / "checkpoints" / "step-00000003").exists(), process)
         process.send_signal(signal.SIGTERM)
         text, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert "stopped by SIGTERM" in text and process.returncode != 0
     stopped = checkpoint.all_of(tmp_path / "run" / "checkpoints")[-1][0]
-    assert 3 <= stopped < 60
-    process = torchrun(tmp_path, words)
-    text, _ = process.communicate(timeout=180)
+    assert 3 <= stopped < 24
+    with torchrun(tmp_path, words) as process:
+        text, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and f"from step {stopped}" in text
