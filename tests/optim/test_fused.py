@@ -224,6 +224,20 @@ def test_what_is_not_alike_is_as_if_alone(mixed):
         assert torch.equal(alone, together[i])
 
 
+@pytest.mark.parametrize("settings", [{"max_gain": 1}, {"eps": 1}, {"betas": (0.9, 0)}, {"betas": (0, 0.9)}])
+def test_an_integer_is_a_number_like_any_other(settings, monkeypatch):
+    """Triton builds a 1 into its kernel, which is kept and would be launched for other numbers too."""
+    launched, run = [], fused._Launch._run
+    monkeypatch.setattr(
+        fused._Launch,
+        "_run",
+        lambda self, *given, **more: (launched.append(given), run(self, *given, **more)),
+    )
+    trained(1, **settings)
+    (numbers,) = [arguments[10:] for _, _, arguments, *_ in launched if len(arguments) > 10]
+    assert {type(number) for number in numbers} == {float}
+
+
 def test_nothing_outside_a_tensor_is_touched():
     """Views at odd places of a poisoned room: neighbours keep their poison, and a view is written whole."""
     room = torch.full((5, 200), torch.nan, device=DEVICE)

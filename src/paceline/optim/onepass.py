@@ -39,7 +39,8 @@ def numbers_of(at: At, recipe: Recipe, scale: float, factor: float = 1.0) -> Num
     # At a step that averages nothing they rest; residuals have to be written all the same.
     keep, move = shares(at.rate, torch.float32) if at.averaging else (1.0, 0.0)
     keep_returned, move_returned = shares(at.return_rate, torch.float32) if at.averaging else (1.0, 0.0)
-    beta1, beta2 = recipe.betas
+    # A user's 1 may be an integer, which Triton would build into a kernel that is kept for other numbers too.
+    beta1, beta2 = map(float, recipe.betas)
     return Numbers(
         sign=-factor if recipe.maximize else factor,
         shrink=1 - float(at.decay),
@@ -47,11 +48,11 @@ def numbers_of(at: At, recipe: Recipe, scale: float, factor: float = 1.0) -> Num
         old_v=beta2,
         new_v=1 - beta2,
         root_factor=float(1 / at.root_correction),
-        eps=recipe.eps,
+        eps=float(recipe.eps),
         step_size=float(at.step_size),
         numerator=min(float(numerator), torch.finfo(torch.float32).max),
         rate=float(at.rate),
-        limit=gain_limit(recipe, torch.float32),
+        limit=float(gain_limit(recipe, torch.float32)),
         keep=float(keep),
         move=float(move),
         keep_returned=float(keep_returned),
