@@ -185,7 +185,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 # Of a run, but chosen for each by a comparison.
-COMPARED = frozenset({"optimizer", "schedule", "averages", "lr", "telemetry_every", "keep", "fork"})
+COMPARED = frozenset(
+    {"optimizer", "schedule", "averages", "lr", "telemetry_every", "keep", "keep_steps", "fork"}
+)
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:

@@ -218,7 +218,8 @@ class _Running:
                     self.clock.add(time.perf_counter() - began)
                 self._write(record)
                 yield record
-                if progress.evaluated and progress.step % every == 0:
+                wanted = progress.step % every == 0 or progress.step in self.run.keep_steps
+                if progress.evaluated and wanted:
                     yield from self._save()
                 began = time.perf_counter()
             if asked() or progress.step == plan.steps:
@@ -295,7 +296,11 @@ class _Running:
         best = self.best["step"] if self.best else None
         try:
             checkpoint.prune(
-                self.folder / "checkpoints", up_to=self.progress.step, keep=self.run.keep, best=best
+                self.folder / "checkpoints",
+                up_to=self.progress.step,
+                keep=self.run.keep,
+                best=best,
+                others=self.run.keep_steps,
             )
         except OSError as error:
             yield Notice(text=f"could not remove an old checkpoint: {error}")
