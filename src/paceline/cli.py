@@ -1,4 +1,4 @@
-"""The command `paceline`: compare, train, evaluate, export, data, look into folders, bench, theory."""
+"""The command `paceline`: compare, train, evaluate, export, data, look into folders, bench, theory, paper."""
 
 import argparse
 import re
@@ -11,6 +11,7 @@ from paceline.experiments import config
 from paceline.experiments.bench import command as bench
 from paceline.experiments.compare.method import DEFAULT as METHODS
 from paceline.experiments.config import ConfigError
+from paceline.experiments.paper import command as paper
 from paceline.experiments.terminal import printable
 from paceline.experiments.theory import command as theory
 
@@ -58,6 +59,8 @@ file (--config run.toml), under the same names; flags win over it.""",
     "doctor": "examples:\n  paceline doctor runs/first\n  paceline doctor",
     "bench": bench.EXAMPLES,
     "theory": theory.EXAMPLES,
+    "paper": paper.PAPER_EXAMPLES,
+    "figures": paper.FIGURES_EXAMPLES,
     "data": "example:\n  paceline data shards/ --data my.jsonl.xz --tokenizer gpt2",
 }
 
@@ -177,6 +180,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     theory.add(
         add("theory", "the theory behind PACE: numbers, pictures, advice on your runs", _theory), _Parser
     )
+    paper.add_paper(add("paper", "the paper's experiments: what is done of them, and what they cost", _paper))
+    paper.add_figures(add("figures", "figures of the paper, from records of its experiments", _figures))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         flags = [f"--{name.replace('_', '-')}" for name in config.documentation()]
@@ -382,6 +387,14 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _theory(options: argparse.Namespace) -> int:
     return theory.run(options, _say)
+
+
+def _paper(options: argparse.Namespace) -> int:
+    return paper.status(options, _say)
+
+
+def _figures(options: argparse.Namespace) -> int:
+    return paper.draw(options, _say)
 
 
 if __name__ == "__main__":
