@@ -44,8 +44,8 @@ FIGURES_EXAMPLES = """examples:
       every figure at another scale, from the folder of its runs
 
 Below a figure stand the numbers that the paper prints, with ours beside them. Runs that are missing leave a
-gap, and a hollow sign where a tick has none at all; a cross at the top is a run that diverged. Which setting of
-a method is drawn is chosen by its loss at the end, among all runs that are there, and said in the legend."""
+gap, and a hollow sign where a tick has none at all; a cross at the top is a run that diverged. Of several
+settings of a method, the one that ends lowest of those that are there is drawn; the legend says which."""
 
 
 def add_paper(parser: argparse.ArgumentParser) -> None:

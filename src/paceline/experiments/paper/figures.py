@@ -35,8 +35,8 @@ def sheet(about: Experiment, scale: Scale, book: Book) -> Sheet:
     if book.odd:
         notes.append(f"left out, of other settings than here: {len(book.odd)} runs")
     return Sheet(
-        title=f"{about.title} ({about.label})",
-        subtitle=_subtitle(scale, book),
+        title=about.title,
+        subtitle=f"{about.label} · {_subtitle(scale, book)}",
         rows=rows,
         notes=tuple(notes),
     )
@@ -48,7 +48,7 @@ def _subtitle(scale: Scale, book: Book) -> str:
     for cell in book.cells:
         row = scale.models[cell.model]
         tokens = int(row.settings["batch_size"]) * int(row.settings["length"])
-        found[row.short] = f"{row.short}, {row.steps:,} steps of {tokens:,} tokens"
+        found[row.short, row.steps] = f"{row.short}, {row.steps:,} steps of {tokens:,} tokens"
     trained = "; ".join(found.values())
     return trained if scale.name == "paper" else f"scale {scale.name}, not the paper's: {trained}"
 
@@ -457,8 +457,7 @@ def _slashed(values: Sequence[float | None]) -> str | None:
 def _bema_sf(book: Book, scale: Scale) -> tuple[Rows, list[Printed]]:
     row = []
     for model in ("smollm2-135m-long", "qwen3-1.7b"):
-        title = scale.models[model].title + (", long" if model.endswith("-long") else "")
-        row.append(_curve_plot(title, _curves(book, _rival_lots(book, model))))
+        row.append(_curve_plot(scale.models[model].title, _curves(book, _rival_lots(book, model))))
     printed: list[Printed] = []
     small = scale.models["smollm2-135m"].title
     for i, lr in enumerate(s.BRANCH_RATES):

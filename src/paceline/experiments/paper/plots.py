@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, final
 
 from paceline.experiments.report.axis import y_axis
@@ -93,6 +94,10 @@ class Sheet:
     """Below it."""
 
 
+_HEAD, _LEGEND, _NOTE = 0.72, 0.24, 0.17
+"""Inches of the title and what is below it, of a row of the legend, and of a note."""
+
+
 def draw(sheet: Sheet, stem: Path) -> list[Path]:
     """Write it, as PDF and as PNG."""
     from matplotlib import rc_context
@@ -101,29 +106,34 @@ def draw(sheet: Sheet, stem: Path) -> list[Path]:
 
     columns = max(map(len, sheet.rows))
     own = any(plot.own_legend for row in sheet.rows for plot in row)
-    width = max(7.0, 4.1 * columns)
-    height = 1.5 + (3.9 if own else 3.1) * len(sheet.rows) + 0.17 * len(sheet.notes)
-    with rc_context({"pdf.fonttype": 42, "font.size": 9, "axes.unicode_minus": True}):
-        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.04)
+    width = max(7.4, 4.1 * columns)
+    labels = [] if own else list(dict.fromkeys(o.label for row in sheet.rows for p in row for o in p.lines))
+    in_row = max(1, int(width / 1.5))
+    notes = [part for note in sheet.notes for part in wrap(note, int(width * 15), subsequent_indent="    ")]
+    foot = 0.12 + _LEGEND * -(-len(labels) // in_row) + _NOTE * len(notes)
+    subtitle = wrap(sheet.subtitle, int(width * 14))
+    head = _HEAD + _NOTE * (len(subtitle) - 1)
+    height = head + (3.9 if own else 2.9 if columns > 1 else 3.6) * len(sheet.rows) + foot
+    with rc_context({"pdf.fonttype": 42, "font.size": 9, "path.simplify": True}):
+        middle = (0.0, foot / height, 1.0, 1 - (head + foot) / height)
+        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.03, rect=middle)
         figure = Figure(figsize=(width, height), dpi=130, facecolor="white", layout=layout)
-        heads = figure.suptitle(
-            f"{sheet.title}\n", x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK
-        )
-        heads.set_parse_math(False)
+        words: dict[str, Any] = {"ha": "left", "va": "top", "parse_math": False}
+        left = 0.12 / width
+        figure.text(left, 1 - 0.1 / height, sheet.title, fontsize=13, fontweight="bold", color=INK, **words)
+        figure.text(left, 1 - 0.4 / height, "\n".join(subtitle), fontsize=9, color=SOFT, **words)
         grid = figure.subplots(len(sheet.rows), columns, squeeze=False)
         for axes_row, row in zip(grid, sheet.rows, strict=True):
             for axes, plot in zip(axes_row, row, strict=False):
                 _draw_plot(axes, plot)
             for axes in axes_row[len(row) :]:
                 axes.set_visible(False)
-        if not own:
-            _shared_legend(figure, sheet)
-        figure.text(
-            0.012, 1 - 0.36 / height, sheet.subtitle, fontsize=9.5, color=SOFT, va="top", parse_math=False
-        )
-        if sheet.notes:
-            # An empty label below everything makes room for what is written over it.
-            figure.supxlabel("\n".join(sheet.notes), x=0.012, ha="left", fontsize=8.5, color=SOFT)
+        # Placed once: each file would do it again, and it takes longer than drawing.
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        _shared_legend(figure, labels, in_row, (left, foot / height))
+        low = (_NOTE * len(notes) + 0.04) / height
+        figure.text(left, low, "\n".join(notes), fontsize=8.5, color=SOFT, linespacing=1.25, **words)
         paths = [stem.with_name(stem.name + ending) for ending in (".pdf", ".png")]
         for path in paths:
             # A PDF says when it was made; without that, the same records give the same file.
@@ -173,13 +183,16 @@ def _draw_line(axes: "Axes", plot: Plot, line: Line) -> None:
     if line.spread is not None and any(line.spread):
         low = [value - s for value, s in zip(y, line.spread, strict=True)]
         high = [value + s for value, s in zip(y, line.spread, strict=True)]
-        axes.fill_between(x, low, high, color=line.look.colour, alpha=0.15, linewidth=0)
+        if dots:
+            axes.vlines(x, low, high, color=line.look.colour, linewidth=3.5, alpha=0.3)
+        else:
+            axes.fill_between(x, low, high, color=line.look.colour, alpha=0.15, linewidth=0)
     part = line.look.dashes
     pieces = _pieces(plot, x, y)
     for i, (xs, ys) in enumerate(pieces):
         axes.plot(
             xs, ys, color=line.look.colour, linewidth=0.9 if line.thin else 1.7,
-            linestyle=(0, part) if part else "-", label=line.label if i == 0 else None,
+            linestyle=(0, part) if part else "-", label=line.label if i == 0 else "_",
             marker="o" if dots else None, markersize=3.6, alpha=0.75 if line.thin else 1.0,
         )  # fmt: skip
     for place, value in zip(x, line.y, strict=True):
@@ -231,9 +244,12 @@ def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> None:
     axes.set_ylim(*axis.range)
     if axis.outside:
         least, greatest = min(axis.outside), max(axis.outside)
-        text = f"axis cut: {len(axis.outside)} values outside, {least:.3f} to {greatest:.3f}"
+        count = len(axis.outside)
+        values = (
+            f"{count} values outside, {least:.3f} to {greatest:.3f}" if count > 1 else f"{least:.3f} outside"
+        )
         axes.text(
-            1, 1.005, text, color=SOFT, fontsize=6.5, ha="right", va="bottom", transform=axes.transAxes,
+            1, 1.03, f"axis cut: {values}", color=SOFT, fontsize=6.5, ha="right", transform=axes.transAxes,
         )  # fmt: skip
 
 
@@ -282,24 +298,25 @@ def _inset(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> None:
 
 def _legend_below(axes: "Axes") -> None:
     handles, labels = axes.get_legend_handles_labels()
+    once = dict(zip(reversed(labels), reversed(handles), strict=True))  # branches have one name
+    labels = list(dict.fromkeys(labels))
     legend = axes.legend(
-        handles, labels, loc="upper left", bbox_to_anchor=(-0.02, -0.19), frameon=False, fontsize=7.5,
-        handlelength=3.2, labelcolor=INK, borderaxespad=0.0, labelspacing=0.3,
+        [once[label] for label in labels], labels, loc="upper left", bbox_to_anchor=(-0.02, -0.19),
+        frameon=False, fontsize=7.5, handlelength=3.2, labelcolor=INK, borderaxespad=0.0, labelspacing=0.3,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)
 
 
-def _shared_legend(figure: "Figure", sheet: Sheet) -> None:
+def _shared_legend(figure: "Figure", labels: list[str], in_row: int, place: tuple[float, float]) -> None:
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    if found:
-        order = list(dict.fromkeys(line.label for row in sheet.rows for plot in row for line in plot.lines))
-        labels = [label for label in order if label in found]
-        columns = max(1, min(len(labels), 3 * max(map(len, sheet.rows))))
+    there = [label for label in labels if label in found]
+    if there:
         figure.legend(
-            [found[label] for label in labels], labels, loc="outside lower left", ncols=columns,
-            frameon=False, fontsize=8.5, handlelength=3.2, labelcolor=INK,
+            [found[label] for label in there], there, loc="upper left", ncols=in_row, frameon=False,
+            bbox_to_anchor=place, fontsize=8.5, handlelength=3.2, labelcolor=INK, borderaxespad=0.0,
+            borderpad=0.0, columnspacing=1.2,
         )  # fmt: skip

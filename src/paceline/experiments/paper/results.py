@@ -89,10 +89,10 @@ class Book:
         result = self.results.get(reading.cell.name)
         if result is None:
             return None
-        curve = result.curve(reading.view)
-        if result.diverged or not curve:
+        if result.diverged:
             return math.inf
-        return curve[-1][1]
+        curve = result.curve(reading.view)
+        return curve[-1][1] if curve else None
 
     def curve(self, reading: Reading) -> Curve:
         """Along the run, with that of the run that it goes on from before."""

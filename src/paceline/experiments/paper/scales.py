@@ -66,7 +66,7 @@ def _tuned(
         settings=_LOOKS
         | {"task": "sft", "model": model, "data": (f"hf:{data}",), "chat_template": template}
         | {"length": 1280, "batch_size": batch_size, "steps": steps, "micro_batch_size": 8}
-        | {"held_out_samples": 512, "evaluate_every": steps // 25, "checkpoint_every": steps // 5},
+        | {"held_out_samples": 512, "evaluate_every": -(-steps // 25), "checkpoint_every": steps // 5},
         budgets=budgets,
     )
 
@@ -76,7 +76,7 @@ PAPER = Scale(
     name="paper",
     models={
         "smollm2-135m": _tuned(*_SMALL, 889, 135e6, budgets=(444, 667, 889)),
-        "smollm2-135m-long": _tuned(*_SMALL, 3557, 135e6),
+        "smollm2-135m-long": _tuned("SmolLM2-135M, long", *_SMALL[1:], 3557, 135e6),
         "smollm2-1.7b": _tuned("SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-1.7B", 256, 1778, 1.7e9),
         "qwen3-1.7b": _tuned("Qwen3-1.7B", "Qwen/Qwen3-1.7B", 256, 1779, 1.7e9, template=None),
         "qwen3-1.7b-tulu": _tuned(
