@@ -128,9 +128,6 @@ def draw(sheet: Sheet, stem: Path) -> list[Path]:
                 _draw_plot(axes, plot)
             for axes in axes_row[len(row) :]:
                 axes.set_visible(False)
-        # Placed once: each file would do it again, and it takes longer than drawing.
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
         _shared_legend(figure, labels, in_row, (left, foot / height))
         low = (_NOTE * len(notes) + 0.04) / height
         figure.text(left, low, "\n".join(notes), fontsize=8.5, color=SOFT, linespacing=1.25, **words)
@@ -138,6 +135,8 @@ def draw(sheet: Sheet, stem: Path) -> list[Path]:
         for path in paths:
             # A PDF says when it was made; without that, the same records give the same file.
             figure.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
+            # The first file places the panels. The second would do it again, which takes longer than drawing.
+            figure.set_layout_engine("none")
     return paths
 
 

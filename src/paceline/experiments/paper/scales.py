@@ -109,6 +109,7 @@ def _smaller(
     trained: Mapping[str, Any],
     trained_size: float,
     trained_steps: int,
+    looks: tuple[int, int],
 ) -> Scale:
     """Two models in place of the paper's: one for all that are fine-tuned, one that is pretrained."""
 
@@ -129,9 +130,9 @@ def _smaller(
     for key, row in PAPER.models.items():
         if row.settings.get("task") == "sft":
             own = steps * 4 if key.endswith("-long") else steps
-            models[key] = made(row.title, tuned, tuned_size, own, 20)
+            models[key] = made(row.title, tuned, tuned_size, own, looks[0])
         else:
-            models[key] = made(row.title, trained, trained_size, trained_steps, 40)
+            models[key] = made(row.title, trained, trained_size, trained_steps, looks[1])
     return Scale(name=name, models=models)
 
 
@@ -146,6 +147,7 @@ GPU = _smaller(
     | {"length": 256, "batch_size": 64, "precision": "bfloat16", "compile": True, "held_out_samples": 768},
     7.4e6,
     2000,
+    (20, 40),
 )
 CPU = _smaller(
     "cpu",
@@ -157,6 +159,7 @@ CPU = _smaller(
     | {"precision": "float32", "held_out_samples": 8, "device": "cpu"},
     0.14e6,
     20,
+    (10, 10),
 )
 SCALES = {scale.name: scale for scale in (PAPER, GPU, CPU)}
 
