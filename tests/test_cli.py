@@ -137,6 +137,11 @@ def test_the_examples_of_the_help_are_right(command):
         ("train pretrain --out x --steps 5 --tokens 5", "steps and tokens given"),
         ("train pretrain --out x --steps -5", "steps is -5; allowed: above 0, and finite"),
         ("train pretrain --out x --steps five", "steps is 'five'; allowed: a whole number"),
+        (
+            "train pretrain --out x --steps 5 --keep-steps 2 x",
+            "keep_steps is \"['2', 'x']\"; allowed: a list of",
+        ),
+        ("train pretrain --out x --steps 5 --keep-steps 0", "keep_steps is (0,); allowed: each at least 1"),
         ("train pretrain --out x --steps 5 --lr nan", "lr is nan; allowed: 0 or more, and finite"),
         ("train pretrain --out x --steps 5 --task sft", "unknown argument '--task'"),
         ("train pretrain --out x --steps 5 --precision bf16", "precision is 'bf16' (did you mean bfloat16?)"),
@@ -204,7 +209,7 @@ WRONG = {  # as TOML
     float: ("'fast'", "true", "[0.1]", "{a = 1}", "07:32:00", "''", "-0.5", *NOT_FINITE),
     bool: ("1", "'maybe'", "[true]", "0.0", "nan"),
     str: ("1", "true", "['a']", "{a = 'b'}", "''", "nan"),
-    tuple: ("1", "[1]", "[['a']]", "true", "[true]", "{a = 'b'}", "['']"),
+    tuple: ("-1", "[-1]", "[['a']]", "true", "[true]", "{a = 'b'}", "['']"),
 }
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=12)
 
@@ -213,7 +218,11 @@ def wrong_value(draw):
     name = draw(st.sampled_from(FIELDS))
     kind = config.kind_of(name)
     kind = (
-        tuple if name in ("data", "held_out", "averages") else str if kind not in (int, float, bool) else kind
+        tuple
+        if name in ("data", "held_out", "averages", "keep_steps")
+        else str
+        if kind not in (int, float, bool)
+        else kind
     )
     return f"{name} = {draw(st.sampled_from(WRONG[kind]))}"
 

@@ -1,4 +1,4 @@
-"""The command `paceline`: compare, sweep, train, evaluate, export, data, folders, bench, cost, theory."""
+"""The command `paceline`: compare, sweep, train, evaluate, export, data, folders, bench, cost, theory, paper."""
 
 import argparse
 import os
@@ -13,6 +13,7 @@ from paceline.experiments.bench import command as bench
 from paceline.experiments.compare.method import DEFAULT as METHODS
 from paceline.experiments.config import ConfigError
 from paceline.experiments.cost import command as cost
+from paceline.experiments.paper import command as paper
 from paceline.experiments.sweep import command as sweep
 from paceline.experiments.terminal import own_rank, printable
 from paceline.experiments.theory import command as theory
@@ -66,6 +67,8 @@ file (--config run.toml), under the same names; flags win over it.""",
     "bench": bench.EXAMPLES,
     "cost": cost.EXAMPLES,
     "theory": theory.EXAMPLES,
+    "paper": paper.PAPER_EXAMPLES,
+    "figures": paper.FIGURES_EXAMPLES,
     "data": "example:\n  paceline data shards/ --data my.jsonl.xz --tokenizer gpt2",
 }
 
@@ -196,6 +199,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     theory.add(
         add("theory", "the theory behind PACE: numbers, pictures, advice on your runs", _theory), _Parser
     )
+    paper.add_paper(add("paper", "the paper's experiments: what is done of them, and what they cost", _paper))
+    paper.add_figures(add("figures", "figures of the paper, from records of its experiments", _figures))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         flags = [f"--{name.replace('_', '-')}" for name in config.documentation()]
@@ -205,7 +210,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 # Of a run, but chosen for each by a comparison, whose runs are each of one process.
 COMPARED = frozenset(
-    {"optimizer", "schedule", "averages", "lr", "telemetry_every", "keep", "fork", "parallel", "shards"}
+    {"optimizer", "schedule", "averages", "lr", "telemetry_every", "keep", "keep_steps", "fork"}
+    | {"parallel", "shards"}
 )
 
 
@@ -416,6 +422,14 @@ def _cost(options: argparse.Namespace) -> int:
 
 def _theory(options: argparse.Namespace) -> int:
     return theory.run(options, _say)
+
+
+def _paper(options: argparse.Namespace) -> int:
+    return paper.status(options, _say)
+
+
+def _figures(options: argparse.Namespace) -> int:
+    return paper.draw(options, _say)
 
 
 if __name__ == "__main__":

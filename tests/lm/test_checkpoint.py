@@ -281,6 +281,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path, keep, best, up_to, left):
     assert len(list(tmp_path.iterdir())) == len(left)
 
 
+def test_steps_that_are_named_are_kept(tmp_path):
+    for step in (1, 3, 5, 7, 9):
+        saved(tmp_path, step=step)
+    checkpoint.prune(tmp_path, up_to=9, keep=1, best=5, others=(1, 4))
+    assert steps_in(tmp_path) == [1, 5, 9]
+
+
 def test_the_newest_that_is_whole_is_found_and_the_damaged_are_named(tmp_path):
     for step in (2, 4, 6, 8):
         saved(tmp_path, step=step, facts={"step": step}, live={"w": torch.ones(3)})

@@ -67,6 +67,10 @@ def geometric(points, decay):
 DEFINITIONS = {
     "power law": (PowerLaw(0.6), lambda x: by_rates(x, lambda t: (1 + t) ** -0.6)),
     "power law, offset": (PowerLaw(0.5, 10.0, 2.0), lambda x: by_rates(x, lambda t: (10 + 2 * t) ** -0.5)),
+    "power law, every 5th": (
+        PowerLaw(0.6, every=5),
+        lambda x: by_rates(x, lambda t: 0.0 if t % 5 else (1 + t) ** -0.6),
+    ),
     "uniform": (PowerLaw(1.0), lambda x: x.mean(axis=0)),
     "live": (PowerLaw(0.0), lambda x: x[-1]),
     "t^0": (Polynomial(0), lambda x: x[1:].mean(axis=0)),
@@ -120,6 +124,8 @@ def test_bema_has_the_published_defaults_and_a_floor():
     [
         (lambda: PowerLaw(1.5), "Invalid power value: 1.5; allowed: 0 <= power <= 1"),
         (lambda: PowerLaw(0.5, offset=0.2, scale=0.2), ">= 1, both >= 0"),
+        (lambda: PowerLaw(0.5, every=0), "Invalid every value: 0; allowed: an integer >= 1"),
+        (lambda: PowerLaw(0.5, every=2.0), "Invalid every value: 2.0; allowed: an integer >= 1"),
         (lambda: Polynomial(-1), "power value: -1"),
         (lambda: FixedDecay(1.1), "decay value: 1.1"),
         (lambda: FixedDecay(0.9, start=-1), "start value: -1"),

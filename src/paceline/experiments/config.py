@@ -47,7 +47,7 @@ class Run:
     """bpe:2048 (trained on the data), gpt2, a name or a folder; auto: the model's own, gpt2 for gpt2, else
     bpe:2048."""
     chat_template: str | None = None
-    """A file with a chat template (Jinja), for sft of a model that has none of its own, or another one."""
+    """For sft of a model that has no chat template of its own, or another one: chatml, or a file (Jinja)."""
     length: int = 128
     """Tokens of a sample."""
     batch_size: int = 16
@@ -98,6 +98,8 @@ class Run:
     """Steps between checkpoints; none: as often as evaluations."""
     keep: int = 2
     """How many of the newest checkpoints to keep, beside the best one."""
+    keep_steps: tuple[int, ...] = ()
+    """Write a checkpoint after each of these steps too, and keep it: for other runs to fork from."""
     skip_nonfinite: int = 0
     """How many steps in a row may be left out because loss or gradient is not finite."""
     workers: int = 0
@@ -114,8 +116,8 @@ class Run:
 
 # Settings that may differ when a run goes on: they do not change what is computed in what was done.
 MAY_CHANGE = frozenset(
-    {"evaluate_every", "checkpoint_every", "keep", "workers", "skip_nonfinite", "telemetry_every", "device"}
-    | {"parallel", "shards"}
+    {"evaluate_every", "checkpoint_every", "keep", "keep_steps", "workers", "skip_nonfinite"}
+    | {"telemetry_every", "device", "parallel", "shards"}
 )
 
 # Settings that make no other run: how often to look and to save, and where. Leaving out steps does change it.
@@ -156,6 +158,7 @@ def _check(run: Run) -> None:
         _require(value is None or value >= 1, name, value, "at least 1")
     for name in ("warmup", "workers", "skip_nonfinite", "seed"):
         _require(0 <= getattr(run, name) < 2**63, name, getattr(run, name), "0 or more")
+    _require(all(step >= 1 for step in run.keep_steps), "keep_steps", run.keep_steps, "each at least 1")
     _require(math.isfinite(run.lr) and run.lr >= 0, "lr", run.lr, "0 or more, and finite")
     _require(0 <= run.dropout < 1, "dropout", run.dropout, "at least 0 and below 1")
     limit = run.clip_norm
@@ -330,10 +333,13 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
             )
         return value
     if get_origin(kind) is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-            raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: a list of texts")
-        return tuple(items)
+        items = value if isinstance(value, list | tuple) else [value]
+        count = get_args(kind)[0] is int
+        made = [_count(item) if count else item if isinstance(item, str) else None for item in items]
+        if None in made or (not count and not isinstance(value, list | tuple | str)):
+            allowed = "whole numbers" if count else "texts"
+            raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: a list of {allowed}")
+        return tuple(made)
     convert = {bool: _flag, int: _count, float: _number, str: _text}[kind]
     converted = convert(value)
     if converted is None:

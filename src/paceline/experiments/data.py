@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from paceline.cache import cache_folder
 from paceline.experiments.config import ConfigError
 from paceline.lm.chat import ChatFormat, ChatSamples, chat_rows, messages_of, prepare_chat
-from paceline.lm.documents import ROWS, TEXT, Files, cut, is_held_out, open_source
+from paceline.lm.documents import ROWS, TEXT, Files, Hub, cut, is_held_out, open_hub, open_source
 from paceline.lm.files import BusyError, sha256_of
 from paceline.lm.python_corpus import Corpus, python_corpus
 from paceline.lm.shards import Tokens, open_tokens, prepare
@@ -199,9 +200,13 @@ class Chats:
 def check_chat_files(names: tuple[str, ...]) -> None:
     """Raise ConfigError for a name that is no file of conversations, before a model is loaded."""
     for name in names:
+        if name.startswith("hf:"):
+            continue  # its rows are looked at when they come
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}; conversations come from files of JSON lines")
+            raise ConfigError(
+                f"there is no file {path}; conversations come from files of JSON lines, or from hf:NAME"
+            )
         if not path.name.lower().endswith(ROWS):
             raise ConfigError(f"{path} cannot hold conversations; allowed: {', '.join(ROWS)}")
         where, row = next(chat_rows(path), (str(path), None))
@@ -210,10 +215,16 @@ def check_chat_files(names: tuple[str, ...]) -> None:
         messages_of(row, where)
 
 
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def read_template(name: str | None) -> str | None:
-    """The chat template in a file."""
-    if name is None:
-        return None
+    """The chat template of that name, or in a file."""
+    if name is None or name == "chatml":
+        return name and CHATML
     try:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -232,16 +243,23 @@ def prepare_chats(
 
 
 def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:
-    paths = [Path(name).expanduser() for name in names]
-    about = {"files": [sha256_of(path) for path in paths], "part": part}
+    sources = [
+        open_hub(name, field="messages") if name.startswith("hf:") else Path(name).expanduser()
+        for name in names
+    ]
+    described = [sha256_of(source) if isinstance(source, Path) else source.describe() for source in sources]
+    about = {"files": described, "part": part}
     folder = cache_folder() / "chats" / _key(form.fingerprint, length, about)
     progress = _Progress(f"rendering conversations ({part})", tell)
-    return prepare_chat(_chat_rows(paths, part), form, folder, source=about, length=length, progress=progress)
+    return prepare_chat(
+        _chat_rows(sources, part), form, folder, source=about, length=length, progress=progress
+    )
 
 
-def _chat_rows(paths: list[Path], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _chat_rows(sources: list[Path | Hub], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Split by what is asked first: one question never occurs in both parts."""
-    for where, row in chat_rows(*paths):
+    each = (chat_rows(source) if isinstance(source, Path) else source.rows() for source in sources)
+    for where, row in chain.from_iterable(each):
         if part != "all":
             asked = next((m["content"] for m in messages_of(row, where) if m["role"] == "user"), "")
             if is_held_out(asked, HELD_OUT_SHARE) != (part == "held-out"):

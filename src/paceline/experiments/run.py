@@ -278,7 +278,8 @@ class _Running:
                 if isinstance(record, Step):
                     self._look_at(record)
                 yield record
-                if progress.evaluated and progress.step % every == 0:
+                wanted = progress.step % every == 0 or progress.step in self.run.keep_steps
+                if progress.evaluated and wanted:
                     yield from self._save()
                 began = time.perf_counter()
             number = max(self.ranks.together(asked))
@@ -366,6 +367,7 @@ class _Running:
             up_to=self.progress.step,
             keep=self.run.keep,
             best=best,
+            others=self.run.keep_steps,
         )
         try:
             self.ranks.of_first(prune)

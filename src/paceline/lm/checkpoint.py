@@ -30,7 +30,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -444,13 +444,13 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def prune(root: Path, *, up_to: int, keep: int, best: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints up to a step, and the one of the best step.
+def prune(root: Path, *, up_to: int, keep: int, best: int | None, others: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints up to a step, the one of the best step, and `others`.
 
     What is beyond that step was passed over as damaged: it must not count as the newest.
     """
     for step, folder in [found for found in all_of(root) if found[0] <= up_to][:-keep]:
-        if step != best:
+        if step != best and step not in others:
             # Under another name first: half a checkpoint must not look like one.
             removed = folder.rename(folder.with_name(f"{TEMPORARY}removed-{step}"))
             shutil.rmtree(removed, ignore_errors=True)

@@ -68,7 +68,7 @@ def open_source(where: str | Path, *, field: str = "text") -> Source:
         field: the field or column of a row that holds its text.
     """
     if str(where).startswith("hf:"):
-        return _hub(str(where), field)
+        return open_hub(str(where), field)
     path = Path(where).expanduser()
     if path.is_dir():
         return Files(root=path, files=_files_in(path), field=field)
@@ -139,19 +139,24 @@ class Hub:
 
     def documents(self) -> Iterator[str]:
         """All of them, as they come over the network."""
+        found = (_text(row, self.field, where) for where, row in self.rows())
+        return _not_blank(found, f"hf:{self.name}")
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The rows, whatever they hold, each with the words for where it is."""
         with needed_for("a dataset of the hub", "data"):
             from datasets import load_dataset  # type: ignore[import-untyped]
         rows = load_dataset(self.name, self.config, split="train", streaming=True, revision=self.revision)
-        where = f"hf:{self.name}"
-        found = (_text(row, self.field, f"{where}, row {number}") for number, row in enumerate(rows, 1))
-        return _not_blank(found, where)
+        for number, row in enumerate(rows, 1):
+            yield f"hf:{self.name}, row {number}", row
 
     def describe(self) -> dict[str, Any]:
         """Name, configuration and commit."""
         return {"hub": self.name, "config": self.config, "revision": self.revision, "field": self.field}
 
 
-def _hub(where: str, field: str) -> Hub:
+def open_hub(where: str, field: str) -> Hub:
+    """The dataset of a name as in `hf:owner/name`, at the commit that it has now."""
     part = r"(\w[\w.-]*)"
     match = re.fullmatch(rf"hf:({part}(/{part})?)(/{part})?(@(?P<revision>\S+))?", where)
     if not match:

@@ -56,21 +56,28 @@ class _ByRate:
 class PowerLaw(_ByRate):
     """The average of PACE: rate (offset + scale · t)^-power, power κ from 0 (live) to 1 (uniform).
 
+    With every = n it takes in the weights of every n-th step only, as PACE does with update_every = n.
+
     >>> PowerLaw(0.5).rate(3)
     0.5
+    >>> [PowerLaw(0.5, every=3).rate(t) for t in (1, 2, 3)]
+    [0.0, 0.0, 0.5]
     """
 
     power: float
     offset: float = 1.0
     scale: float = 1.0
+    every: int = 1
 
     def __post_init__(self) -> None:
         require(is_number(self.power) and 0 <= self.power <= 1, "power value", self.power, "0 <= power <= 1")
         first = self.offset + self.scale
         require(min(self.offset, self.scale) >= 0 and first >= 1, "offset + scale", first, ">= 1, both >= 0")
+        whole = isinstance(self.every, int) and not isinstance(self.every, bool)
+        require(whole and self.every >= 1, "every value", self.every, "an integer >= 1")
 
     def rate(self, t: int) -> float:
-        return float(averaging_rate(t, self.power, self.offset, self.scale))
+        return 0.0 if t % self.every else float(averaging_rate(t, self.power, self.offset, self.scale))
 
 
 @final

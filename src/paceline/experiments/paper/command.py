@@ -1,0 +1,192 @@
+"""`paceline paper` and `paceline figures`: what is done of the paper's experiments, and their figures."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from paceline.experiments import records
+from paceline.experiments.config import ConfigError
+from paceline.experiments.paper import lines
+from paceline.experiments.paper.cells import Cell
+from paceline.experiments.paper.labels import EXPERIMENTS, cells, experiment
+from paceline.experiments.paper.lines import Result
+from paceline.experiments.paper.results import Book
+from paceline.experiments.paper.scales import SCALES, Scale
+
+Say = Callable[[str], None]
+SPEED = 400e12
+"""Operations a second, for hours: what a large GPU reaches in training, not what is stated for it."""
+
+PAPER_EXAMPLES = """examples:
+  paceline paper
+      every figure of the paper by its label: how many runs it needs, and what they cost
+  paceline paper --scale gpu --records runs/gpu
+      the same of models that one GPU trains in minutes, and what is done of it
+  paceline paper fig:135m_grid --scale cpu --records runs/cpu
+      the runs of one figure by name, each with whether it is done and which one it goes on from
+  paceline paper --scale gpu --records runs/gpu --keep records.jsonl
+      the finished runs of a folder as one file, a line each: all that `paceline figures` needs
+
+Scales have the same sweeps; they differ in model, data and budget:
+  paper   as in the paper: hub models of 135M to 1.7B parameters, GPT-2 on 2.5B tokens
+  gpu     SmolLM2-135M and a 7M GPT, a few minutes a run on one GPU
+  cpu     a 0.3M GPT and a tiny chat model for 20 steps: to see that everything works
+
+Labels share runs; a run has one name and is counted once in the total. A run with WSD goes on from the run at
+a constant rate where its decay begins, and needs its checkpoint. Cost: 6 operations a parameter and token."""
+
+FIGURES_EXAMPLES = """examples:
+  paceline figures fig:pretrain --records records.jsonl --out figures
+      the figure as PDF and PNG, from a file of `paceline paper --keep`
+  paceline figures all --scale gpu --records runs/gpu
+      every figure at another scale, from the folder of its runs
+
+Below a figure stand the numbers that the paper prints, with ours beside them. Runs that are missing leave a
+gap, and a hollow sign where a tick has none at all; a cross at the top is a run that diverged. Of several
+settings of a method, the one that ends lowest of those that are there is drawn; the legend says which."""
+
+
+def add_paper(parser: argparse.ArgumentParser) -> None:
+    """Flags of `paceline paper`."""
+    parser.add_argument("label", nargs="?", metavar="LABEL", help="the runs of one figure, one by one")
+    _add_common(parser)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is in --records to this file")
+
+
+def add_figures(parser: argparse.ArgumentParser) -> None:
+    """Flags of `paceline figures`."""
+    parser.add_argument("labels", nargs="+", metavar="LABEL", help="as in `paceline paper`, or all")
+    _add_common(parser)
+    parser.add_argument("--out", type=Path, default=Path("figures"), metavar="FOLDER", help="[figures]")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--scale", choices=tuple(SCALES), default="paper", help="[paper]")
+    parser.add_argument(
+        "--records",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="PATH",
+        help="files with a line a run, or folders of runs",
+    )
+
+
+# --- Figures --------------------------------------------------------------------------------------------
+
+
+def draw(options: argparse.Namespace, say: Say) -> int:
+    """Draw figures."""
+    labels = list(EXPERIMENTS) if options.labels == ["all"] else options.labels
+    wanted = [experiment(label).label for label in labels]
+    if find_spec("matplotlib") is None:
+        raise ConfigError('figures need matplotlib: pip install "paceline[compare]"')
+    from paceline.experiments.paper.figures import figure
+
+    results, scale = lines.read(options.records), SCALES[options.scale]
+    for label in wanted:
+        paths, book = figure(label, scale, results, options.out)
+        done = len(book.names) - len(book.missing)
+        say(f"{label}: {done} of {len(book.names)} runs; {' '.join(map(str, paths))}")
+        for text in book.odd:
+            say(f"  left out, of other settings than {label} at scale {scale.name}: {text}")
+    return 0
+
+
+# --- Status ---------------------------------------------------------------------------------------------
+
+
+def status(options: argparse.Namespace, say: Say) -> int:
+    """What is done, and what all of it costs."""
+    scale = SCALES[options.scale]
+    results = lines.read(options.records)
+    if options.keep is not None:
+        if not options.records:
+            raise ConfigError("--keep writes what is in --records; give it too")
+        count = lines.write(_lines_of(options.records), options.keep)
+        say(f"{count} runs: {options.keep}")
+        return 0
+    if options.label is not None:
+        return _one(experiment(options.label).label, scale, results, say)
+    rows: list[tuple[str, ...]] = [("label", "runs", "done", "cost", "verdict")]
+    everything: dict[str, Cell] = {}
+    for label in EXPERIMENTS:
+        book = Book.of(cells(label, scale), results)
+        own = {cell.name: cell for cell in book.cells}
+        everything |= own
+        done = len(book.names) - len(book.missing)
+        rows.append((label, str(len(own)), str(done), _operations(own.values(), scale), verdict(book, scale)))
+    done = sum(name in results for name in everything)
+    total = (f"all, each run once: scale {scale.name}", str(len(everything)), str(done))
+    rows.append((*total, _operations(everything.values(), scale), ""))
+    for line in _table(rows):
+        say(line)
+    hours = sum(cost(cell, scale) for cell in everything.values()) / SPEED / 3600
+    if hours > 0.1:
+        say(f"all of it: about {hours:,.0f} hours at {SPEED / 1e12:.0f} TFLOP/s")
+    return 0
+
+
+def _lines_of(paths: Iterable[Path]) -> list[dict[str, object]]:
+    """As `lines.read` takes them: of two of one name, the later one."""
+    found: dict[str, dict[str, object]] = {}
+    for path in paths:
+        for line in lines.lines_in(path) if path.is_dir() else records.read(path):
+            found[str(line["name"])] = line
+    return list(found.values())
+
+
+def _one(label: str, scale: Scale, results: Mapping[str, Result], say: Say) -> int:
+    book = Book.of(cells(label, scale), results)
+    named = {cell.name: cell for cell in book.cells}
+    rows: list[tuple[str, ...]] = [("run", "", "goes on from")]
+    for name, cell in named.items():
+        state = book.results[name].outcome if name in book.results else "missing"
+        rows.append((name, state, "@".join(map(str, cell.after)) if cell.after else ""))
+    for line in _table(rows):
+        say(line)
+    say(f"{label} at scale {scale.name}: {len(named)} runs, {len(book.missing)} missing, "
+        f"{_operations(named.values(), scale)}")  # fmt: skip
+    return 0
+
+
+def cost(cell: Cell, scale: Scale) -> float:
+    """Operations of a run: 6 a parameter and token, from where it goes on from another."""
+    run = cell.run
+    steps = cell.steps - (cell.after[1] if cell.after else 0)
+    return 6 * scale.models[cell.model].parameters * steps * run.batch_size * run.length
+
+
+def _operations(found: Iterable[Cell], scale: Scale) -> str:
+    total = sum(cost(cell, scale) for cell in found)
+    for size, word in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if total >= size:
+            return f"{total / size:,.3g} {word}" if total < 1e3 * size else f"{total / size:,.0f} {word}"
+    return f"{total:.0f} FLOP"
+
+
+def verdict(book: Book, scale: Scale) -> str:
+    """How far the best of PACE ends from the best of the others, by model; empty where one is missing."""
+    said: list[str] = []
+    for model in dict.fromkeys(cell.model for cell in book.cells):
+        pulled = book.best(book.where(model=model, method="PACE"))
+        other = book.best(book.where(model=model, method=("AdamW", "EMA", "Schedule-Free")))
+        if pulled is None or other is None:
+            continue
+        ours, theirs = book.loss(pulled), book.loss(other)
+        assert ours is not None and theirs is not None and math.isfinite(ours - theirs)
+        said.append(f"{ours - theirs:+.4f} {scale.models[model].title}")
+    return f"PACE {', '.join(said)}" if said else ""
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{word:>{width}}" if word[:1].isdigit() else f"{word:<{width}}"
+            for word, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

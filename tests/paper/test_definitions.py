@@ -1,0 +1,313 @@
+"""The runs of the paper's experiments against its tables, typed here once more by hand."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from paceline.experiments.config import ConfigError, parse_spec
+from paceline.experiments.paper.cells import placed, readings
+from paceline.experiments.paper.command import cost
+from paceline.experiments.paper.labels import EXPERIMENTS, cells, runs
+from paceline.experiments.paper.scales import CPU, GPU, PAPER, SCALES, located
+
+# --- Typed from the paper -------------------------------------------------------------------------------
+
+LABELS = {
+    "fig:train_curves", "fig:pretrain", "fig:135m_grid", "fig:clip_frac_body", "fig:bema_sf", "fig:c_kappa",
+    "fig:appendix_train_curves", "fig:appendix_135m_full_grid", "fig:appendix_pretrain_kappa_sweep",
+    "fig:appendix_tulu_qwen", "fig:appendix_full_train_curves", "fig:appendix_clip_frac",
+    "fig:appendix_clip_frac_vs_c", "fig:appendix_wsd_val_curves", "fig:appendix_wsd_finetune",
+    "fig:appendix_fig1_all_schedules", "fig:appendix_multiseed_robust", "fig:appendix_pretrain_csweep",
+    "fig:appendix_pretrain_csweep_kappa", "fig:appendix_pretrain_river",
+}  # fmt: skip
+
+SMOLTALK, TULU = "hf:HuggingFaceTB/smol-smoltalk", "hf:allenai/tulu-3-sft-mixture"
+# tab:models. Model, data, sequence length, effective batch, steps.
+MODELS = {
+    "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M", SMOLTALK, 1280, 128, 889),
+    "smollm2-135m-long": ("HuggingFaceTB/SmolLM2-135M", SMOLTALK, 1280, 128, 3557),
+    "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B", SMOLTALK, 1280, 256, 1778),
+    "qwen3-1.7b": ("Qwen/Qwen3-1.7B", SMOLTALK, 1280, 256, 1779),
+    "qwen3-1.7b-tulu": ("Qwen/Qwen3-1.7B", TULU, 1280, 256, 1779),
+    "gemma3-1b": ("google/gemma-3-1b-pt", SMOLTALK, 1280, 256, 1779),
+    "gpt2-124m": ("gpt2", "hf:HuggingFaceFW/fineweb/sample-10BT", 1024, 512, 4750),
+}
+
+# tab:hp_per_experiment. Labels, model, η, c, κ, uf of PACE at a constant rate with the headline seed.
+C_1B = {1e-4, 5e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1}
+FIRST = ("fig:train_curves", "fig:c_kappa", "fig:appendix_full_train_curves")
+CLIP = ("fig:appendix_clip_frac", "fig:appendix_clip_frac_vs_c")
+C_CLIP = {5e-3, 1.5e-2, 5e-2, 1.5e-1, 5e-1}
+C_135M = {1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1}
+ETA_135M = {1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3}
+RIVALS = ("fig:bema_sf", "fig:appendix_train_curves")
+WSD_135M = ("fig:appendix_wsd_val_curves", "fig:appendix_wsd_finetune")
+ETA_GPT = {3e-4, 1e-3, 1.5e-3, 2e-3, 2.5e-3, 3e-3, 1e-2}
+C_GPT = {1e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2, 3e-2, 1e-1, 3e-1}
+C_LOCAL = {3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2}
+SWEEPS = [
+    (FIRST, "smollm2-1.7b", {3e-4, 7e-4, 1e-3}, C_1B, {0.2, 0.5, 0.7}, {1}),
+    (FIRST, "qwen3-1.7b", {3e-4, 5e-4}, C_1B, {0.2, 0.5, 0.7}, {1}),
+    (FIRST, "gemma3-1b", {1e-3, 5e-3}, C_1B, {0.2, 0.5, 0.7}, {1}),
+    (("fig:appendix_tulu_qwen",), "qwen3-1.7b-tulu", {3e-4, 5e-4}, {5e-2, 1e-1, 1.5e-1, 2.5e-1},
+     {0.2, 0.5, 0.7}, {1}),
+    (("fig:clip_frac_body",), "smollm2-1.7b", {3e-4}, C_CLIP, {0.2, 0.5, 0.7}, {1}),
+    (CLIP, "smollm2-1.7b", {3e-4, 1e-3}, C_CLIP, {0.2, 0.5, 0.7}, {1}),
+    (("fig:135m_grid",), "smollm2-135m", ETA_135M, C_135M, {0.3}, {1, 5, 10}),
+    (("fig:appendix_135m_full_grid",), "smollm2-135m", ETA_135M, C_135M, {0.3, 0.5, 0.7}, {1, 5, 10}),
+    (WSD_135M, "smollm2-135m", ETA_135M, C_135M, {0.3, 0.5, 0.7}, {1}),
+    (RIVALS, "smollm2-135m-long", {1e-3, 5e-3}, C_135M, {0.3, 0.5, 0.7}, {1}),
+    (RIVALS, "qwen3-1.7b", {3e-4, 5e-4}, C_1B, {0.2, 0.5, 0.7}, {1}),
+    (("fig:bema_sf",), "smollm2-135m", {3e-3, 5e-3}, {1e-1}, {0.3}, {1}),
+    (("fig:appendix_pretrain_kappa_sweep",), "gpt2-124m", ETA_GPT, C_GPT, {0.2, 0.5, 0.7}, {1}),
+    (("fig:appendix_pretrain_csweep_kappa", "fig:appendix_pretrain_csweep"), "gpt2-124m", {2e-3}, C_LOCAL,
+     {0.1, 0.2, 0.3, 0.5}, {1}),
+    (("fig:appendix_fig1_all_schedules",), "smollm2-1.7b", {1e-3}, C_1B, {0.2, 0.5, 0.7}, {1}),
+    (("fig:appendix_fig1_all_schedules",), "qwen3-1.7b", {5e-4}, C_1B, {0.2, 0.5, 0.7}, {1}),
+    (("fig:appendix_fig1_all_schedules",), "gemma3-1b", {1e-3}, C_1B, {0.2, 0.5, 0.7}, {1}),
+    (("fig:appendix_multiseed_robust",), "smollm2-1.7b", {1e-3}, {1e-1}, {0.2}, {1}),
+    (("fig:appendix_multiseed_robust",), "qwen3-1.7b", {5e-4}, {1e-1}, {0.2}, {1}),
+    (("fig:appendix_multiseed_robust",), "gemma3-1b", {1e-3}, {1e-1}, {0.2}, {1}),
+    (("fig:appendix_pretrain_river",), "gpt2-124m", {2e-3}, {2e-3, 3e-3}, {0.5}, {1}),
+]  # fmt: skip
+
+CONSTANT, ALL = {"constant"}, {"constant", "cosine", "wsd"}
+# The same of AdamW: labels, model, η, schedules, seeds.
+BASELINES = [
+    (("fig:train_curves", "fig:appendix_full_train_curves"), "smollm2-1.7b", {3e-4, 7e-4, 1e-3}, ALL, {42}),
+    (("fig:train_curves", "fig:appendix_full_train_curves"), "qwen3-1.7b", {3e-4, 5e-4}, ALL, {42}),
+    (("fig:train_curves", "fig:appendix_full_train_curves"), "gemma3-1b", {1e-3, 5e-3}, ALL, {42}),
+    (("fig:c_kappa",), "gemma3-1b", {1e-3, 5e-3}, CONSTANT, {42}),
+    (("fig:appendix_tulu_qwen",), "qwen3-1.7b-tulu", {3e-4, 5e-4}, CONSTANT, {42}),
+    (("fig:135m_grid", "fig:appendix_135m_full_grid"), "smollm2-135m", ETA_135M, CONSTANT, {42}),
+    (WSD_135M, "smollm2-135m", ETA_135M, ALL, {42}),
+    (RIVALS, "smollm2-135m-long", {1e-3, 5e-3}, CONSTANT, {42}),
+    (RIVALS, "qwen3-1.7b", {3e-4, 5e-4}, CONSTANT, {42}),
+    (("fig:bema_sf",), "smollm2-135m", {3e-3, 5e-3}, {"constant", "wsd"}, {42}),
+    (("fig:appendix_pretrain_kappa_sweep",), "gpt2-124m", ETA_GPT, CONSTANT, {42}),
+    (("fig:appendix_pretrain_csweep",), "gpt2-124m", {2e-3}, ALL, {0, 1, 42}),
+    (("fig:appendix_pretrain_csweep_kappa",), "gpt2-124m", {2e-3}, ALL, {42}),
+    (("fig:appendix_fig1_all_schedules",), "smollm2-1.7b", {1e-3}, ALL, {42}),
+    (("fig:appendix_fig1_all_schedules",), "qwen3-1.7b", {5e-4}, ALL, {42}),
+    (("fig:appendix_fig1_all_schedules",), "gemma3-1b", {1e-3}, ALL, {42}),
+    (("fig:appendix_multiseed_robust",), "smollm2-1.7b", {1e-3}, {"constant", "wsd"}, {42, 1337, 2024}),
+    (("fig:appendix_multiseed_robust",), "qwen3-1.7b", {5e-4}, {"constant", "wsd"}, {42, 1337, 2024}),
+    (("fig:appendix_multiseed_robust",), "gemma3-1b", {1e-3}, {"constant", "wsd"}, {42, 1337, 2024}),
+]  # fmt: skip
+
+
+def found(label, model, method, **wanted):
+    """The cells of a label with these values."""
+    return [
+        cell
+        for cell in cells(label, PAPER)
+        if (cell.model, cell.method) == (model, method)
+        and all(getattr(cell, k) == v for k, v in wanted.items())
+    ]
+
+
+def everything(scale):
+    return {cell.name: cell for label in EXPERIMENTS for cell in cells(label, scale)}
+
+
+# --- Against what is defined ----------------------------------------------------------------------------
+
+
+def test_every_figure_of_the_paper_is_there():
+    assert set(EXPERIMENTS) == LABELS and len(LABELS) == 20
+
+
+@pytest.mark.parametrize("labels, model, rates, strengths, powers, periods", SWEEPS)
+def test_the_sweeps_of_pace(labels, model, rates, strengths, powers, periods):
+    for label in labels:
+        own = found(label, model, "PACE", schedule="constant", seed=42)
+        expected = set(product(rates, strengths, powers, periods))
+        assert {(cell.lr, cell.c, cell.kappa, cell.uf) for cell in own} == expected
+        assert len(own) == len(expected)
+
+
+@pytest.mark.parametrize("labels, model, rates, schedules, seeds", BASELINES)
+def test_the_sweeps_of_adamw(labels, model, rates, schedules, seeds):
+    for label in labels:
+        own = found(label, model, "AdamW", steps=MODELS[model][4])
+        assert {(c.lr, c.schedule, c.seed) for c in own} == set(product(rates, schedules, seeds))
+
+
+def test_fig_pretrain_is_at_one_power_and_decays_at_one_rate():
+    constant = found("fig:pretrain", "gpt2-124m", "PACE", schedule="constant")
+    decayed = found("fig:pretrain", "gpt2-124m", "PACE", schedule="wsd")
+    # Beside the sweep at κ = .5: the runs that those with WSD go on from.
+    assert {(c.lr, c.c) for c in constant} == set(product(ETA_GPT, C_GPT)) | {(2e-3, 3e-4)}
+    assert {(c.lr, c.c) for c in decayed} == {(2e-3, c) for c in C_LOCAL}
+    assert {c.kappa for c in constant + decayed} == {0.5}
+    assert {c.lr for c in found("fig:pretrain", "gpt2-124m", "AdamW", schedule="wsd")} == {2e-3}
+
+
+@pytest.mark.parametrize("schedule, seed", list(product(("constant", "cosine", "wsd"), (0, 1, 42))))
+def test_the_grid_of_schedules_is_shared(schedule, seed):
+    own = found("fig:appendix_pretrain_csweep", "gpt2-124m", "PACE", schedule=schedule, seed=seed)
+    assert {(c.lr, c.c, c.kappa) for c in own} == set(product({2e-3}, C_LOCAL, {0.1, 0.2, 0.3, 0.5}))
+
+
+@pytest.mark.parametrize("model, rates", [
+    ("smollm2-135m-long", {1e-3, 3e-3, 5e-3, 1e-2}), ("qwen3-1.7b", {3e-4, 1e-3}),
+])  # fmt: skip
+def test_schedule_free_has_its_authors_settings(model, rates):
+    for label in RIVALS:
+        own = found(label, model, "Schedule-Free")
+        assert {cell.lr for cell in own} == rates
+        for run in (cell.run for cell in own):
+            assert parse_spec(run.optimizer) == (
+                "schedule_free", [], {"betas": (0.98, 0.95), "weight_decay": 0.05}
+            )  # fmt: skip
+            assert run.clip_norm is None and run.schedule == "constant" and run.steps == MODELS[model][4]
+
+
+@pytest.mark.parametrize(
+    "label, model, budgets, starts",
+    [
+        ("fig:bema_sf", "smollm2-135m", [444, 667, 889], [355, 534, 711]),
+        ("fig:appendix_pretrain_river", "gpt2-124m", [2375, 3563, 4750], [1900, 2850, 3800]),
+    ],
+)
+def test_branches_leave_the_constant_run_when_a_fifth_of_their_budget_is_left(label, model, budgets, starts):
+    branches = found(label, model, "AdamW", schedule="wsd")
+    for lr in {cell.lr for cell in branches}:
+        own = [cell for cell in branches if cell.lr == lr]
+        (whole,) = found(label, model, "AdamW", schedule="constant", lr=lr)
+        assert [cell.steps for cell in own] == budgets == [cell.run.steps for cell in own]
+        assert [cell.after for cell in own] == [(whole.name, start) for start in starts]
+        assert set(starts) <= set(whole.run.keep_steps)
+        assert whole.run.steps == budgets[-1]
+
+
+def test_the_river_decays_pace_too():
+    own = found("fig:appendix_pretrain_river", "gpt2-124m", "PACE", schedule="wsd")
+    assert [(cell.c, cell.kappa, cell.steps) for cell in own] == [(3e-3, 0.5, n) for n in (2375, 3563, 4750)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_and_budgets(model):
+    name, data, length, batch, steps = MODELS[model]
+    own = [cell for cell in everything(PAPER).values() if cell.model == model]
+    assert own
+    for run in (cell.run for cell in own):
+        assert (run.model, run.data, run.length, run.batch_size) == (name, (data,), length, batch)
+        assert run.task == ("pretrain" if model == "gpt2-124m" else "sft")
+    assert {cell.run.steps for cell in own if cell.schedule != "wsd"} == {steps}
+    if model == "gpt2-124m":
+        assert 2.4e9 < steps * batch * length < 2.5e9  # "2.5B tokens"
+        assert {cell.run.tokenizer for cell in own} == {"gpt2"}
+
+
+def test_settings_that_all_runs_share():
+    adamw = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    for cell in everything(PAPER).values():
+        run = cell.run
+        assert (run.warmup, run.precision, run.dropout, run.lr) == (50, "bfloat16", 0.0, cell.lr)
+        assert run.seed == cell.seed and run.skip_nonfinite == 0
+        schedule = {"wsd": "wsd:decay=0.2"}.get(cell.schedule, cell.schedule)
+        assert run.schedule == schedule and (run.fork is not None) == (cell.schedule == "wsd")
+        name, positional, settings = parse_spec(run.optimizer)
+        assert not positional
+        if cell.method == "Schedule-Free":
+            continue
+        assert run.clip_norm == 1.0
+        if cell.method == "AdamW":
+            assert (name, settings) == ("adamw", adamw)
+        else:
+            own = {
+                "gain": "paper",
+                "pullback_strength": cell.c,
+                "ema_power": cell.kappa,
+                "update_every": cell.uf,
+            }
+            assert (name, settings) == ("pace", adamw | own) and run.averages == ()
+            assert run.telemetry_every is not None
+
+
+def test_every_ema_of_a_figure_is_beside_one_run_of_adamw():
+    expected = {
+        "smollm2-135m": set(product((0.3, 0.5, 0.7), (1, 5, 10))),  # c = 0 of the dense sweep
+        "smollm2-1.7b": {(0.2, 1), (0.5, 1), (0.7, 1)},
+        "gpt2-124m": {(0.1, 1), (0.2, 1), (0.3, 1), (0.5, 1), (0.7, 1)},
+    }
+    for model, averages in expected.items():
+        cell = next(c for c in everything(PAPER).values() if (c.model, c.method) == (model, "AdamW"))
+        assert {(r.kappa, r.uf) for r in readings(cell) if r.method == "EMA"} == averages
+        specs = {f"power:{k}" + ("" if uf == 1 else f",every={uf}") for k, uf in averages}
+        assert set(cell.run.averages) == specs
+
+
+# --- Names, order, scales -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+def test_one_name_is_one_run_and_one_run_has_one_name(scale):
+    named = {}
+    for label in EXPERIMENTS:
+        own = cells(label, scale)
+        seen = set()
+        for cell in own:
+            assert named.setdefault(cell.name, cell.run) == cell.run
+            assert cell.after is None or cell.after[0] in seen, "a run before the one that it goes on from"
+            seen.add(cell.name)
+        assert list(runs(label, scale)) == list(dict.fromkeys(cell.name for cell in own))
+    without = {name: replace(run, keep_steps=()) for name, run in named.items()}
+    assert len(set(without.values())) == len(named)
+    assert all(len(name) < 100 and "/" not in name and "@" not in name for name in named)
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+def test_checkpoints_to_fork_from_are_kept_and_no_others(scale):
+    wanted = {}
+    for cell in everything(scale).values():
+        if cell.after is not None:
+            wanted.setdefault(cell.after[0], set()).add(cell.after[1])
+    for name, cell in everything(scale).items():
+        assert set(cell.run.keep_steps) == wanted.get(name, set())
+        assert all(step < cell.run.steps for step in cell.run.keep_steps)
+
+
+def test_scales_differ_in_model_data_and_budget_only():
+    for label in EXPERIMENTS:
+        kinds = [
+            [(c.model, c.method, c.lr, c.c, c.kappa, c.uf, c.schedule, c.seed) for c in cells(label, scale)]
+            for scale in (PAPER, GPU, CPU)
+        ]
+        assert sorted(map(str, kinds[0])) == sorted(map(str, kinds[1])) == sorted(map(str, kinds[2]))
+    for cell in everything(CPU).values():
+        run = cell.run
+        assert (run.warmup, run.clip_norm) == (50, None if cell.method == "Schedule-Free" else 1.0)
+    assert {cell.run.model for cell in everything(GPU).values()} == {"gpt:7m", "HuggingFaceTB/SmolLM2-135M"}
+
+
+def test_data_of_this_machine_change_no_name(tmp_path):
+    here = located(
+        PAPER, text=("t.jsonl",), text_held_out=("v.jsonl",), chat=("c.jsonl",), tulu=("u.jsonl",),
+        models={"Qwen/Qwen3-1.7B": "qwen"},
+    )  # fmt: skip
+    assert everything(here).keys() == everything(PAPER).keys()
+    data = {
+        cell.model: (cell.run.data, cell.run.held_out, cell.run.model) for cell in everything(here).values()
+    }
+    assert data["gpt2-124m"] == (("t.jsonl",), ("v.jsonl",), "gpt2")
+    assert data["qwen3-1.7b"] == (("c.jsonl",), (), "qwen")
+    assert data["qwen3-1.7b-tulu"] == (("u.jsonl",), (), "qwen")
+    with pytest.raises(ConfigError, match="scale paper has no model 'gpt3'; there are"):
+        located(PAPER, models={"gpt3": "x"})
+    branch = next(cell for cell in cells("fig:appendix_pretrain_river", PAPER) if cell.after)
+    assert placed(branch.run, tmp_path).fork == str(tmp_path / branch.after[0]) + f"@{branch.after[1]}"
+
+
+def test_cost_counts_what_is_computed():
+    (whole,) = found("fig:appendix_pretrain_river", "gpt2-124m", "AdamW", schedule="constant")
+    branch = next(c for c in cells("fig:appendix_pretrain_river", PAPER) if c.after == (whole.name, 1900))
+    assert cost(whole, PAPER) == pytest.approx(6 * 124e6 * 4750 * 512 * 1024)
+    assert cost(branch, PAPER) == pytest.approx(cost(whole, PAPER) * 475 / 4750)
+
+
+def test_an_unknown_label_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"no label 'fig:clip_frac' \(did you mean fig:"):
+        cells("fig:clip_frac", PAPER)
