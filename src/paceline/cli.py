@@ -1,4 +1,4 @@
-"""The command `paceline`: compare, sweep, train, evaluate, export, data, folders, bench, cost, theory, paper."""
+"""The command `paceline` and its parts, from compare and train to the paper's figures."""
 
 import argparse
 import os

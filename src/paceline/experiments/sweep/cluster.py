@@ -4,6 +4,7 @@ Whoever joins the cluster has to see the folder of the sweep under the same path
 is tried again elsewhere, and goes on from its folder. Ray is imported here and nowhere else.
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -48,7 +49,7 @@ def connect(address: str | None) -> Any:
         raise ConfigError("--engine ray needs a package: pip install 'paceline[ray]'") from None
     where = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address=where, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(
