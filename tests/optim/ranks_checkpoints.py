@@ -257,9 +257,9 @@ def export_memory(folder):
         f"model {total / 2**20:.0f}",
         flush=True,
     )
-    assert largest <= tensors <= room + 2**10
+    assert tensors <= room + 2**10
     assert process <= room + 16 * 2**20  # the profiler's own too
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and dist.get_world_size() > 1:  # one rank has all of it, and copies nothing
         assert tensors >= total  # or it was not measured
 
 

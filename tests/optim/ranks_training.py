@@ -13,7 +13,7 @@ from ranks import batch, full, make_model, make_optimizer, my_share, snapshot
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -275,6 +275,26 @@ def fsdp2_int8_is_refused(folder):
             assert "sharded" in str(error) and "average_dtype='bfloat16'" in str(error), error
         else:
             raise AssertionError("nothing was raised")
+
+
+def gradients_cut_otherwise(folder):
+    """A gradient that is cut in another way than its parameter, now and then: what torch makes of both."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    start = torch.randn(4, 3, dtype=torch.float64)
+    for settings in ({}, {"foreach": True}, {"foreach": False}, {"max_grad_norm": 0.1}):
+        ours = nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
+        alone = nn.Parameter(start.clone())
+        optimizer, expected = (PACE([p], lr=0.1, gain="paper", **settings) for p in (ours, alone))
+        for number in range(6):
+            alone.grad = torch.randn(4, 3, dtype=torch.float64)
+            ours.grad = distribute_tensor(alone.grad, mesh, [Replicate()])
+            if number in (2, 5) and "max_grad_norm" not in settings:  # a part of the sum on each rank
+                share = alone.grad * (2 * (dist.get_rank() + 1) / (mesh.size() * (mesh.size() + 1)))
+                ours.grad = DTensor.from_local(share, mesh, [Partial()])
+            optimizer.step()
+            expected.step()
+            assert_alike(ours.detach(), alone.detach(), (settings, number))
 
 
 # --- What a step costs -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ TWO_ONLY = (
 )
 ANY_NUMBER = (
     *("ddp_training", "fsdp2_training", "fsdp2_low_precision", "fsdp2_rounding", "fsdp2_int8_is_refused"),
-    *("fsdp2_collectives", "fsdp2_caches", "swap", "skipped_steps"),
+    *("fsdp2_collectives", "fsdp2_caches", "swap", "skipped_steps", "gradients_cut_otherwise"),
     *("reshard", "full_states", "int8_to_shards", "pretrained", "export_memory"),
 )
 
