@@ -1,6 +1,5 @@
 """`paceline sweep --engine ray` on a real cluster of two nodes, of which one is lost on the way."""
 
-import json
 import os
 import signal
 import sys
@@ -92,11 +91,11 @@ def test_the_same_command_goes_on_after_its_driver_was_stopped(cluster, room, tm
     assert content(out) == content(room / "local")
 
 
-def test_without_a_cluster_it_says_how_to_start_one(room, tmp_path):
+def test_without_a_cluster_it_says_how_to_start_one(tmp_path):
     pytest.importorskip("ray")
-    line = words(room, tmp_path / "s", *FOUR, "--engine", "ray", "--ray-address", "127.0.0.1:1")
-    process = start(line, RAY_gcs_rpc_server_connect_timeout_s="2", RAY_TLS_CONNECT_TIMEOUT="2")
+    line = words(tmp_path, tmp_path / "s", *FOUR, "--engine", "ray", "--ray-address", "127.0.0.1:1")
+    process = start(line)
     said, _ = process.communicate(timeout=120)
-    assert process.returncode == 2 and "ray start --head" in said, said
-    assert not (tmp_path / "s" / "results.jsonl").exists()
-    assert json.dumps(said).count("Traceback") == 0
+    assert process.returncode == 2 and said.count("\n") == 1, said
+    assert "no Ray cluster answers at 127.0.0.1:1" in said and "ray start --head" in said
+    assert not (tmp_path / "s").exists()

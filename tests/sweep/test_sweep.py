@@ -24,7 +24,7 @@ from paceline.lm.loop import Step
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("PACELINE_KILLS", "3"))
+KILLS = int(os.environ.get("PACELINE_KILLS", "20"))
 
 
 @pytest.fixture(scope="module")
@@ -213,17 +213,18 @@ def check_whole(out, expected):
     assert not list(out.glob("cells/*/checkpoints")) and not list(out.glob("cells/*/.tmp-*"))
 
 
-def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed, tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(KILLS, marks=pytest.mark.long)])
+def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed, tmp_path, kills):
     """Alone or with its children: those of a parent that was killed end by themselves."""
     _, expected, seconds = undisturbed
     seed = random.randrange(2**32)
     print("seed", seed, "undisturbed", round(seconds), "s")
     chance = random.Random(seed)
     killed = rounds = 0
-    while killed < KILLS:
+    while killed < kills:
         out = tmp_path / f"s{rounds}"
         rounds += 1
-        for _ in range(min(4, KILLS - killed)):  # then it may come to its end
+        for _ in range(min(4, kills - killed)):  # then it may come to its end
             process = start(words(room, out, *FOUR))
             while process.poll() is None and not (out / "claims").exists():
                 time.sleep(0.02)

@@ -6,6 +6,7 @@ is tried again elsewhere, and goes on from its folder. Ray is imported here and 
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -48,9 +49,12 @@ def connect(address: str | None) -> Any:
     except ImportError:
         raise ConfigError("--engine ray needs a package: pip install 'paceline[ray]'") from None
     where = address or os.environ.get("RAY_ADDRESS") or "auto"
+    host, _, port = where.rpartition(":")
     try:
+        if port.isdigit() and "/" not in host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(
             f"no Ray cluster answers at {where} ({why[:200]}); start one with: ray start --head"
