@@ -197,15 +197,15 @@ def fsdp2_training(folder):
     for mesh, reshard in itertools.product(meshes(), (True, False)):
         how = {"reshard_after_forward": reshard} | ({} if mesh is None else {"mesh": mesh})
         make = scaled if reshard else relative
-        _assert_like_alone(make, lambda dtype: make_model().to(dtype), torch.float32, how)
+        _assert_like_alone(make, lambda dtype: make_model().to(dtype), torch.float32, how, steps=8)
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     _assert_like_alone(scaled, make_tied, torch.float32, offload)
 
 
-def _assert_like_alone(make, build, dtype, how):
+def _assert_like_alone(make, build, dtype, how, steps=STEPS):
     model, single = shard(build(dtype), **how), build(dtype)
     optimizer, expected = make(model), make(single)
-    for number in range(STEPS):
+    for number in range(steps):
         step(model, optimizer, number, dtype, my_share())
         step(single, expected, number, dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
