@@ -157,6 +157,7 @@ def _draw_plot(axes: "Axes", plot: Plot) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(5))
     known = [line for line in plot.lines if any(y is not None for y in line.y)]
     if not known:
+        axes.set_xticks([])
         axes.set_yticks([])
         axes.text(
             0.5, 0.5, "no run of this panel is there yet", transform=axes.transAxes, ha="center", va="center",

@@ -159,7 +159,7 @@ CPU = _smaller(
     | {"precision": "float32", "held_out_samples": 8, "device": "cpu"},
     0.14e6,
     20,
-    (10, 10),
+    (5, 5),
 )
 SCALES = {scale.name: scale for scale in (PAPER, GPU, CPU)}
 
