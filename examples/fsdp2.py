@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-On CPUs as here, or on GPUs with nccl in place of gloo. Checkpoints are those of torch.distributed.checkpoint:
-another number of ranks can load them.
+On CPUs as here; on GPUs with nccl, a mesh of "cuda" and batches that are there. Checkpoints are those of
+torch.distributed.checkpoint: another number of ranks can load them.
 """
 
 import shutil
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from paceline import PACE, averaged_weights, save_averaged
@@ -25,9 +26,10 @@ STEPS = 60
 def make() -> tuple[nn.Module, PACE]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # else of GPUs, where there are any
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     # The default adds up v̂ over all ranks, in one all-reduce a step; gain="paper" needs none.
     return model, PACE(model.parameters(), lr=1e-2)
 

@@ -467,6 +467,28 @@ def test_with_live_a_state_is_the_one_of_a_block(kind, steps):
     assert not again.shows_average()
 
 
+@pytest.mark.parametrize("saved", ["with_live", "in a block"])
+def test_with_live_buffers_that_are_averaged_come_back_too(saved):
+    def build():
+        model = trained()[0]
+        base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, Averages(base, {"a": PowerLaw(0.7)}, buffers=model)
+
+    model, optimizer = build()
+    train(model, optimizer, 3)
+    live = {name: value.clone() for name, value in model.state_dict().items()}
+    if saved == "with_live":
+        state = copy.deepcopy(optimizer.with_live(optimizer.state_dict()))
+    with averaged_weights(optimizer):
+        average = {name: value.clone() for name, value in model.state_dict().items()}
+        state = optimizer.state_dict() if saved == "in a block" else state
+    assert not torch.equal(live["norm.running_mean"], average["norm.running_mean"])
+    other, again = build()
+    other.load_state_dict(average)
+    again.load_state_dict(state)
+    assert_same_bits(dict(other.state_dict()), live)
+
+
 def same_state(a, b):
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b) and a.dtype == b.dtype

@@ -307,6 +307,13 @@ class Averaging(Optimizer, ABC):
                 if any(name.startswith(prefix) for name in state.get(key, {})):
                     live = self._live(parameter, self._memory[parameter])
                     state[key] = {prefix + "live": live, **state[key]}
+        if prefix + "buffers" in state:
+            own = dict(self._buffers())
+            saved = state[prefix + "buffers"].items()
+            state[prefix + "buffers"] = {
+                name: {"live": own[name].detach(), **entry} if entry and name in own else entry
+                for name, entry in saved
+            }
         return {**state_dict, "param_groups": groups, "state": state}
 
     @torch.no_grad()

@@ -246,7 +246,7 @@ class Joined(Mapping[Any, dict[str, Any]]):
     def __getitem__(self, key: Any) -> dict[str, Any]:
         wrapper, prefix = self._wrapper, self._wrapper.format.prefix
         if isinstance(key, str) and key == prefix + "buffers":
-            return dict(wrapper._buffer_memory)
+            return {name: dict(entry) for name, entry in wrapper._buffer_memory.items()}
         own = wrapper._memory.get(key, {})
         return {**wrapper.base.state.get(key, {}), **{prefix + name: value for name, value in own.items()}}
 
