@@ -4,6 +4,7 @@ DDP, FSDP2, what a step costs, showing averages, skipped steps.
 """
 
 import contextlib
+import copy
 import itertools
 from collections import Counter
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -275,6 +277,28 @@ def fsdp2_int8_is_refused(folder):
             assert "sharded" in str(error) and "average_dtype='bfloat16'" in str(error), error
         else:
             raise AssertionError("nothing was raised")
+
+
+def fsdp2_around_tensor_parallelism(folder):
+    """Weights that are cut twice: norm, scale and means are those of the whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    for settings in (
+        {"max_grad_norm": 0.3},
+        {"max_grad_norm": 0.3, "gain": "paper", "pullback_strength": 0.3},
+    ):
+        torch.manual_seed(0)
+        single = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        model = parallelize_module(copy.deepcopy(single), mesh["tensor"], plan)
+        fully_shard(model, mesh=mesh["data"])
+        twice = [p for p in model.parameters() if not any(cut.is_replicate() for cut in p.placements)]
+        assert len(twice) == 3 and all(p.device_mesh.ndim == 2 for p in twice)
+        optimizer, expected = (PACE(net.parameters(), lr=1e-2, **settings) for net in (model, single))
+        for number in range(STEPS):  # the whole batch on each rank
+            step(model, optimizer, number, torch.float64)
+            step(single, expected, number, torch.float64)
+            assert torch.allclose(optimizer.grad_norm, expected.grad_norm, rtol=1e-12), number
+        assert_trained_alike(model, optimizer, single, expected)
 
 
 def gradients_cut_otherwise(folder):
