@@ -232,14 +232,21 @@ def nan_on_one_rank(ranks):
 
 
 def stop_of_one_rank(ranks):
-    """One is asked to stop, in a step or in an evaluation: all stop at the same place."""
-    plan = Plan(steps=9, batch_size=4, micro_batch_size=4, seed=3, evaluate_every=2)
-    for question in (1, 2, 3, 4, 7, 12):
+    """One is asked to stop, in a step or in an evaluation: all stop at the same place.
+
+    It asks before the first step, once in each step, and in each round of an evaluation.
+    """
+    for every, question, place in (
+        (9, 1, (0, True)),
+        (9, 2, (1, True)),
+        (9, 5, (4, True)),
+        (1, 3, (1, False)),
+    ):
+        plan = Plan(steps=9, batch_size=4, micro_batch_size=4, seed=3, evaluate_every=every)
         progress = Progress()
         answers = iter(number == question and ranks.rank == ranks.size - 1 for number in range(1, 100))
         list(train(trainee_on(ranks, torch.float32), plan, progress, answers.__next__))
-        reached = ranks.together(partial(getattr, progress, "step"))
-        assert len(set(reached)) == 1 and reached[0] < 9, (question, reached)
+        assert (progress.step, progress.evaluated) == place, (question, progress)
 
 
 def dropout(ranks):

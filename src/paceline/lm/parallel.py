@@ -16,7 +16,9 @@ import hashlib
 import math
 import os
 import signal
+import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from paceline.lm.batch import Batch
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -40,6 +42,7 @@ T = TypeVar("T")
 _STEP_TIMEOUT = timedelta(minutes=10)
 # One rank prepares data or writes while others wait. One that dies is noticed at once all the same.
 _PATIENCE = timedelta(days=1)
+_PORT = "paceline-port"
 
 
 @final
@@ -312,9 +315,15 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
         raise ValueError(f"shards is {shards}; allowed: what divides the number of ranks, {size}")
     from torch import distributed
 
+    rank = int(os.environ["RANK"])
     on_gpu = own.type == "cuda"
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_STEP_TIMEOUT, device_id=own if on_gpu else None
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=_store(rank, size),
+        rank=rank,
+        world_size=size,
+        timeout=_STEP_TIMEOUT,
+        device_id=own if on_gpu else None,
     )
     host = distributed.new_group(backend="gloo", timeout=_PATIENCE)
     mesh = None
@@ -324,7 +333,7 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
         across = shards or size
         shape = {"copies": size // across, "shards": across} if across < size else {"shards": across}
         mesh = init_device_mesh(own.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    ranks = Ranks(rank=distributed.get_rank(), size=size, device=own, mesh=mesh, host=host)
+    ranks = Ranks(rank=rank, size=size, device=own, mesh=mesh, host=host)
     try:
         yield ranks
         distributed.barrier(group=host)
@@ -335,6 +344,33 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
     # torchrun asks all to stop as soon as one has left with an error.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     distributed.destroy_process_group()
+
+
+def _store(rank: int, size: int) -> "Store":
+    """Where ranks find each other: a place that the first opens, and that goes with it.
+
+    torchrun's own is kept when it starts ranks again, with the addresses of the dead in it. So all that is
+    read there is where the first is; if nobody answers, it is an old one, and a new one will come.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
+
+    kept, _, _ = next(rendezvous("env://", timeout=_STEP_TIMEOUT))
+    host = os.environ["MASTER_ADDR"]
+    if rank == 0:
+        opened = TCPStore(host, 0, size, True, _STEP_TIMEOUT, wait_for_workers=False)
+        kept.set(_PORT, str(opened.port))
+        return opened
+    until = time.monotonic() + _STEP_TIMEOUT.total_seconds()
+    while True:
+        port = int(kept.get(_PORT))
+        try:
+            socket.create_connection((host, port), timeout=10).close()
+            return TCPStore(host, port, size, False, _STEP_TIMEOUT)
+        except OSError as error:
+            if time.monotonic() > until:
+                raise RuntimeError(f"rank 0 was not found at {host}, port {port}: {error}") from error
+            time.sleep(0.2)
 
 
 def _device(name: str) -> torch.device:
