@@ -2457,6 +2457,13 @@ AVERAGES = [
         (f"{_DEFINITION}[t^3]",),
     ),
     Mutant(
+        "averages-every-nth-step-one-early",
+        "averages.py",
+        "return 0.0 if t % self.every else",
+        "return 0.0 if (t + 1) % self.every else",
+        (f"{_DEFINITION}[power law, every 5th]",),
+    ),
+    Mutant(
         "averages-polynomial-sum-of-another-run",
         "averages.py",
         "max((s for s in known if s <= t), default=0)",

@@ -23,14 +23,14 @@ from paceline.experiments.run import execute
 
 
 def some(label, others):
-    """One cell of each kind of run, two strengths of PACE, all of a river; those that others have, first."""
+    """One cell of each kind of run, two here and there, all of a river; those that others have, first."""
     all_of = {cell.name: cell for cell in cells(label, HERE[0])}
     taken, kinds = [], {}
     for cell in sorted(all_of.values(), key=lambda cell: cell.name not in others):
         if cell.seed == 2024:  # two seeds will do
             continue
         kind = (cell.run.model, cell.method, cell.schedule, cell.steps, "seed" in label and cell.seed)
-        most = 2 if cell.method == "PACE" and cell.schedule == "constant" else 1
+        most = 2 if cell.method == "PACE" and label in ("fig:135m_grid", "fig:clip_frac_body") else 1
         if "river" in label or len(kinds.setdefault(kind, [])) < most:
             kinds.setdefault(kind, []).append(cell)
             taken += [all_of[cell.after[0]]] if cell.after else []
@@ -60,9 +60,11 @@ def test_every_label_from_its_runs_to_its_figure(tmp_path, monkeypatch, capsys):
         for _ in execute(placed(cell.run, root), root / name, lambda text: None):
             pass
     check_lines(root, tmp_path / "records.jsonl")
+    labels = list(EXPERIMENTS)
+    drawing = [start_drawing(tmp_path, labels[i::2]) for i in range(2)]
     check_branch(root, tmp_path)
     check_ema(root, tmp_path)
-    check_figures(root, tmp_path)
+    check_figures(drawing, root, tmp_path)
     check_printed_numbers(root)
     check_odd_record(root, capsys, tmp_path)
     check_diverged(root)
@@ -81,7 +83,8 @@ def check_lines(done, kept):
     for name, result in read.items():
         assert result.outcome == "finished" and result.evaluations[-1][0] == result.config["steps"]
         assert all(math.isfinite(loss) for _, losses in result.evaluations for loss in losses.values())
-        assert bool(result.pull) == ("_pace_" in name)
+        if "_wsd_" not in name:  # a branch may end before the pull is looked at
+            assert bool(result.pull) == ("_pace_" in name)
         assert result.environment["torch"] and result.parameters > 1000 and result.seconds > 0
 
 
@@ -119,17 +122,22 @@ def check_ema(done, tmp_path):
 # --- Figures --------------------------------------------------------------------------------------------
 
 
-def check_figures(done, room):
-    """All of them, drawn by the command in a process of its own, from lines alone, without torch."""
+def start_drawing(room, labels):
+    """The command in a process of its own, which says at its end whether torch was imported."""
+    words = ["figures", *labels, "--scale", "cpu", "--records", str(room / "records.jsonl")]
     code = (
         "import sys; from paceline.cli import main; "
-        f"code = main(['figures', 'all', '--scale', 'cpu', '--records', {str(room / 'records.jsonl')!r}, "
-        f"'--out', {str(room / 'out')!r}]); print(code, 'torch' in sys.modules)"
+        f"code = main({[*words, '--out', str(room / 'out')]!r}); print(code, 'torch' in sys.modules)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    said = ended.stdout.splitlines()
-    assert said[-1] == "0 False"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def check_figures(drawing, done, room):
+    """All of them are drawn from lines alone, without torch."""
+    said = []
+    for process in drawing:
+        said += process.communicate(timeout=600)[0].splitlines()
+        assert process.returncode == 0 and said[-1] == "0 False"
     results = lines.read([done])
     for label in EXPERIMENTS:
         stem = room / "out" / (label.removeprefix("fig:") + "-cpu")

@@ -14,7 +14,7 @@ import pytest
 from tiny import write_text
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trials import FOUR, content, start, words
+from small_sweeps import FOUR, content, start, words
 
 from paceline.cli import main
 from paceline.experiments.config import Run, mark_of

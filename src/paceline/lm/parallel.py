@@ -314,12 +314,15 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
     if shards is not None and (shards < 1 or size % shards):
         raise ValueError(f"shards is {shards}; allowed: what divides the number of ranks, {size}")
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
     rank = int(os.environ["RANK"])
+    # Held to the end: without torchrun it is in the first rank, and others may not have read it yet.
+    kept, _, _ = next(rendezvous("env://", timeout=_STEP_TIMEOUT))
     on_gpu = own.type == "cuda"
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_store(rank, size),
+        store=_store(kept, rank, size),
         rank=rank,
         world_size=size,
         timeout=_STEP_TIMEOUT,
@@ -346,16 +349,14 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
     distributed.destroy_process_group()
 
 
-def _store(rank: int, size: int) -> "Store":
+def _store(kept: "Store", rank: int, size: int) -> "Store":
     """Where ranks find each other: a place that the first opens, and that goes with it.
 
     torchrun's own is kept when it starts ranks again, with the addresses of the dead in it. So all that is
     read there is where the first is; if nobody answers, it is an old one, and a new one will come.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import rendezvous
 
-    kept, _, _ = next(rendezvous("env://", timeout=_STEP_TIMEOUT))
     host = os.environ["MASTER_ADDR"]
     if rank == 0:
         opened = TCPStore(host, 0, size, True, _STEP_TIMEOUT, wait_for_workers=False)
