@@ -1,0 +1,288 @@
+"""Tables of docs/results.md from records alone: a cell is the mean over seeds. No torch."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import final
+
+from paceline.experiments.config import named_averages
+from paceline.experiments.evidence import studies
+from paceline.experiments.evidence.studies import ADAMW, FREE, Room, Trial, loss_of
+from paceline.experiments.paper.lines import Result
+
+Results = Mapping[str, Result]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mean:
+    """Of the seeds of one place: the loss, its standard error, and how many there are."""
+
+    loss: float
+    error: float | None
+    count: int
+
+    def __format__(self, sign: str) -> str:
+        if not math.isfinite(self.loss):
+            return "diverged"
+        return f"{self.loss:{sign}.3f}" + ("" if self.error is None else f" ± {self.error:.3f}")
+
+    def __str__(self) -> str:
+        return f"{self}"
+
+
+def mean_of(losses: Sequence[float]) -> Mean | None:
+    """None of no loss.
+
+    >>> str(mean_of([3.0, 3.2])), str(mean_of([3.0]))
+    ('3.100 ± 0.100', '3.000')
+    """
+    if not losses:
+        return None
+    finite = all(map(math.isfinite, losses))
+    error = stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 and finite else None
+    return Mean(loss=fmean(losses) if finite else math.inf, error=error, count=len(losses))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A method with what it returns, over learning rates and seeds."""
+
+    title: str
+    losses: Mapping[tuple[float, int], float]
+
+    @property
+    def rates(self) -> list[float]:
+        """Those that there are."""
+        return sorted({lr for lr, _ in self.losses})
+
+    @property
+    def best_rate(self) -> float:
+        """By the seed that settings are chosen by."""
+        return min(self.rates, key=lambda lr: self.losses.get((lr, studies.SEED), math.inf))
+
+    def mean(self, lr: float) -> Mean | None:
+        """Over the seeds of a rate."""
+        return mean_of([loss for (rate, _), loss in self.losses.items() if rate == lr])
+
+    def over(self, other: "Row", lr: float, other_lr: float) -> Mean | None:
+        """How much worse it is at a rate than the other at its own, seed by seed."""
+        own = {seed: y for (rate, seed), y in self.losses.items() if math.isclose(rate, lr, rel_tol=1e-6)}
+        theirs = {seed: y for (rate, seed), y in other.losses.items() if rate == other_lr}
+        return mean_of([own[seed] - theirs[seed] for seed in sorted(own.keys() & theirs.keys())])
+
+
+def rows_of(trials: Iterable[Trial], results: Results) -> list[Row]:
+    """A row for each method, schedule and kind of weights: live, its own average, and the best one beside it.
+
+    Which average beside is best is seen at the best rate of the seed that settings are chosen by, once for
+    all rates.
+    """
+    groups: dict[tuple[str, str, str], list[Trial]] = {}
+    for one in trials:
+        if one.name in results:
+            groups.setdefault((one.method, one.schedule, one.setting), []).append(one)
+    found = []
+    for (method, schedule, setting), own in groups.items():
+        named = method + ("" if schedule == "constant" else f", {schedule}")
+        for view in _views(own, results):
+            losses = {(one.lr, one.seed): loss_of(one, results, view)[0] for one in own}
+            found.append(Row(title=f"{named} ({setting}): {words_of(view)}", losses=losses))
+    return found
+
+
+def _views(own: list[Trial], results: Results) -> list[str]:
+    """Its own weights, and the best of those beside them."""
+    first = own[0].views[0]
+    chosen = [one for one in own if one.seed == studies.SEED] or own
+    beside = [
+        (loss_of(one, results, view)[0], view)
+        for one in chosen
+        for view in one.views[1:]
+        if any(losses.get(view) is not None for _, losses in results[one.name].evaluations[-1:])
+    ]
+    return [first, *([min(beside)[1]] if beside else [])]
+
+
+def words_of(view: str) -> str:
+    """What weights are, for readers.
+
+    >>> words_of("power_0_7"), words_of("average")
+    ('EMA κ = 0.7', 'its average')
+    """
+    if view.startswith("power_"):
+        return f"EMA κ = {view.removeprefix('power_').replace('_', '.')}"
+    return {"average": "its average"}.get(view, view)
+
+
+# --- Markdown -------------------------------------------------------------------------------------------
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def over_rates(rows: Sequence[Row]) -> str:
+    """Losses of rows at every rate."""
+    rates = sorted({lr for row in rows for lr in row.rates})
+    body = [[row.title, *(str(row.mean(lr) or "") for lr in rates)] for row in rows]
+    return markdown(["learning rate", *(f"{lr:g}" for lr in rates)], body)
+
+
+def regret(rows: Sequence[Row], multiples: Sequence[float] = (1, 2, 3, 10)) -> str:
+    """Over the best tuned baseline, at multiples of AdamW's best rate; paired by seed."""
+
+    def least(row: Row) -> float:
+        return row.losses.get((row.best_rate, studies.SEED), math.inf)
+
+    baselines = [row for row in rows if row.title.startswith((ADAMW, FREE))]
+    plain = [row for row in baselines if row.title.startswith(f"{ADAMW} (")]
+    if not plain:
+        return ""
+    best, lr = min(baselines, key=least), min(plain, key=least).best_rate
+    body = []
+    for row in rows:
+        places = [row.best_rate, *(lr * times for times in multiples)]
+        over = [row.over(best, place, best.best_rate) for place in places]
+        body.append(
+            [row.title, f"{row.best_rate:g}", *("" if mean is None else f"{mean:+}" for mean in over)]
+        )
+    head = ["", "its best rate", "there", *(f"{times:g} × {lr:g}" for times in multiples)]
+    said = f"Over {best.mean(best.best_rate)}: {best.title} at {best.best_rate:g}, seed by seed."
+    return f"{markdown(head, body)}\n\n{said}"
+
+
+# --- One study each -------------------------------------------------------------------------------------
+
+
+def tuning_table(room: Room, results: Results) -> str:
+    """Every setting that was tried, with the weights that were best at each rate."""
+    return _tried(list(studies.tuning(room)), results)
+
+
+def fine_tuning_table(room: Room, results: Results) -> str:
+    """The same of fine-tuning."""
+    return _tried(list(studies.fine_tuning(room)), results)
+
+
+def _tried(trials: list[Trial], results: Results) -> str:
+    rates = sorted({one.lr for one in trials})
+    body = []
+    for method, setting in dict.fromkeys((one.method, one.setting) for one in trials):
+        cells = []
+        for lr in rates:
+            (one,) = [t for t in trials if (t.method, t.setting, t.lr) == (method, setting, lr)]
+            if one.name not in results:
+                cells.append("")
+                continue
+            loss, view, _ = loss_of(one, results)
+            cells.append(f"{loss:.3f} ({words_of(view)})" if math.isfinite(loss) else "diverged")
+        body.append([method, setting, *cells])
+    return markdown(["", "setting", *(f"{lr:g}" for lr in rates)], body)
+
+
+def basin_tables(room: Room, results: Results) -> str:
+    """Losses over rates, and regret."""
+    return _basin_tables(list(studies.basin(room, results)), results)
+
+
+def fine_tuning_basin_tables(room: Room, results: Results) -> str:
+    """The same of fine-tuning."""
+    return _basin_tables(list(studies.fine_tuning_basin(room, results)), results)
+
+
+def _basin_tables(trials: list[Trial], results: Results) -> str:
+    rows = rows_of(trials, results)
+    return f"{over_rates(rows)}\n\n{regret(rows)}"
+
+
+def strength_table(room: Room, results: Results) -> str:
+    """c by κ at two rates, with the share of gains at 1 in the last reading; and updates every few steps."""
+    trials = [one for one in studies.strength(room) if one.method != ADAMW]
+    rates = studies.SWEPT_RATES
+    body = []
+    for setting in dict.fromkeys(one.setting for one in trials):
+        cells = []
+        for lr in rates:
+            (one,) = {t.name: t for t in trials if (t.setting, t.lr) == (setting, lr)}.values()
+            cells += _pulled(one, results)
+        body.append([setting, *cells])
+    plain = {lr: studies.trial("gpt", room.pretraining, studies.PLAIN, lr) for lr in rates}
+    for view in ("live", *map(_view, studies.SWEPT_POWERS)):
+        cells = []
+        for one in plain.values():
+            cells += [f"{loss_of(one, results, view)[0]:.3f}" if one.name in results else "", "", ""]
+        body.append([f"AdamW: {words_of(view)}", *cells])
+    head = [word for lr in rates for word in (f"{lr:g}", "best beside", "at 1")]
+    return markdown(["", *head], body)
+
+
+def _pulled(one: Trial, results: Results) -> list[str]:
+    if one.name not in results:
+        return ["", "", ""]
+    own, (best, view, _) = loss_of(one, results, "average")[0], loss_of(one, results)
+    pull = [said["saturated"] for _, said in results[one.name].pull if said.get("saturated") is not None]
+    share = f"{100 * pull[-1]:.1f} %" if pull and pull[-1] is not None else ""
+    if not math.isfinite(own):
+        return ["diverged", "", share]
+    return [f"{own:.3f}", f"{best:.3f} ({words_of(view)})", share]
+
+
+def budgets_table(room: Room, results: Results) -> str:
+    """Where decayed branches end, and the run that they left at the same step."""
+    trials = studies.together(studies.budgets(room))
+    body = []
+    for one in trials.values():
+        if one.run.fork is None or one.name not in results:
+            continue
+        whole = results.get(one.run.fork.rpartition("@")[0])
+        view = "live" if one.method == ADAMW else "average"
+        ended = loss_of(one, results, view)[0]
+        steps = one.run.steps
+        beside = "" if whole is None else next((f"{y:.3f}" for x, y in whole.curve(view) if x == steps), "")
+        body.append([one.method, f"{steps:,}", f"{ended:.3f} ({words_of(view)})", beside])
+    return markdown(["", "steps", "decayed", "at a constant rate"], body)
+
+
+def batch_tables(room: Room, results: Results) -> str:
+    """A table for each size of batch."""
+    trials = list(studies.batch(room))
+    parts = []
+    for factor in studies.BATCHES:
+        rows = rows_of([one for one in trials if one.batch == factor], results)
+        parts.append(f"{factor} times the batch:\n\n{over_rates(rows)}")
+    return "\n\n".join(parts)
+
+
+def gpt2_table(room: Room, results: Results) -> str:
+    """All weights that a run could return."""
+    body = []
+    for one in studies.together(studies.gpt2(room)).values():
+        if one.name in results:
+            losses = results[one.name].evaluations[-1][1]
+            cells = [f"{loss:.3f}" if (loss := losses.get(view)) is not None else "" for view in _COLUMNS]
+            body.append([f"{one.method}, {one.schedule}", *cells])
+    return markdown(["", *map(words_of, _COLUMNS)], body)
+
+
+def _view(power: float) -> str:
+    ((view, _),) = named_averages([f"power:{power:g}"])
+    return view
+
+
+_COLUMNS = ("live", "average", *map(_view, studies.POWERS))
+
+TABLES: dict[str, Callable[[Room, Results], str]] = {
+    "tuning": tuning_table,
+    "basin": basin_tables,
+    "strength": strength_table,
+    "budgets": budgets_table,
+    "batch": batch_tables,
+    "fine-tuning": fine_tuning_table,
+    "fine-tuning-basin": fine_tuning_basin_tables,
+    "gpt2": gpt2_table,
+}

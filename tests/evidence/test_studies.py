@@ -1,0 +1,132 @@
+"""Which runs there are, what is chosen from them, and tables by hand."""
+
+import math
+
+import pytest
+
+from paceline.experiments.config import ConfigError
+from paceline.experiments.evidence import studies, tables
+from paceline.experiments.evidence.studies import CPU, GPU, STUDIES, together
+from paceline.experiments.paper.lines import Result
+
+ADAMW, FREE, PACE = studies.ADAMW, studies.FREE, studies.PACE
+
+
+def result(name, **losses):
+    ended = "diverged" if math.inf in losses.values() else "finished"
+    return Result(
+        name=name, config={}, environment={}, parameters=1, outcome=ended, seconds=1.0,
+        evaluations=((10, losses),), train=(), pull=((10, {"saturated": 0.25}),),
+    )  # fmt: skip
+
+
+def made_up(trials, loss=lambda one, view: 3.0):
+    return {one.name: result(one.name, **{view: loss(one, view) for view in one.views}) for one in trials}
+
+
+def all_trials(room):
+    results = made_up([*studies.tuning(room), *studies.fine_tuning(room)])
+    return {name: together(study(room, results)) for name, study in STUDIES.items()}
+
+
+@pytest.mark.parametrize("room", [GPU, CPU])
+def test_the_same_name_is_the_same_run_in_every_study(room):
+    seen = {}
+    for trials in all_trials(room).values():
+        for name, one in trials.items():
+            other = seen.setdefault(name, one)
+            assert other.run.fork == one.run.fork and other.run.optimizer == one.run.optimizer
+            assert (other.run.lr, other.run.seed, other.run.steps) == (
+                one.run.lr,
+                one.run.seed,
+                one.run.steps,
+            )
+    assert len(set(seen)) == len(seen)
+
+
+def test_methods_are_tried_equally_often():
+    for study in (studies.tuning, studies.fine_tuning):
+        counts = {}
+        for one in study(GPU):
+            counts[one.method] = counts.get(one.method, 0) + 1
+        assert len({counts[method] for method in (ADAMW, FREE, PACE)}) == 1
+
+
+def test_a_branch_goes_on_from_a_run_of_its_study_that_keeps_that_checkpoint():
+    for trials in all_trials(GPU).values():
+        names = list(trials)
+        for name, one in trials.items():
+            if one.run.fork is None:
+                continue
+            parent, _, step = one.run.fork.rpartition("@")
+            assert names.index(parent) < names.index(name)
+            assert int(step) in trials[parent].run.keep_steps
+            assert one.run.steps - int(step) == round(0.2 * one.run.steps)
+            assert (trials[parent].run.optimizer, trials[parent].run.lr) == (one.run.optimizer, one.run.lr)
+
+
+def test_batches_see_as_many_tokens():
+    usual = GPU.pretraining["steps"] * GPU.pretraining["batch_size"]
+    assert {one.run.steps * one.run.batch_size for one in studies.batch(GPU)} == {usual}
+
+
+def test_what_is_chosen_is_the_least_of_any_weights_at_any_rate():
+    def loss(one, view):
+        if one.method == ADAMW and "0.95" in one.setting and one.lr == 4e-3 and view == "power_0_6":
+            return 2.5 if "0.1," in one.setting else 2.6
+        return 2.9 if one.method == PACE and one.setting == "c 0.01, κ 0.7" and view == "average" else 3.0
+
+    results = made_up(studies.tuning(CPU), loss)
+    found = [setting[1] for setting in studies.chosen(studies.tuning(CPU), studies.SETTINGS, results)]
+    assert found[0] == "weight decay 0.1, β₂ 0.95" and found[2] == "c 0.01, κ 0.7"
+    results.popitem()
+    with pytest.raises(ConfigError, match="of which 1 are not done"):
+        studies.chosen(studies.tuning(CPU), studies.SETTINGS, results)
+
+
+def test_regret_is_over_the_best_baseline_at_multiples_of_adamws_best_rate():
+    best = {studies.PLAIN[0]: 2e-3, PACE: 4e-3}
+
+    def loss(one, view):
+        at = best.get(one.method, 2e-3)
+        worse = {"live": 0.1, "average": 0.05}.get(view, 0.0) + {FREE: 0.2, PACE: 0.01}.get(one.method, 0.0)
+        decayed = -0.02 if one.schedule == "wsd" else 0.0
+        own = 0.006 * (one.seed - 1) if one.method == PACE else 0.0  # on top of what all methods have
+        return 3 + abs(math.log2(one.lr / at)) * 0.1 + worse + decayed + 0.03 * (one.seed - 1) + own
+
+    tried = list(studies.tuning(GPU))
+    results = made_up(tried, loss)
+    trials = list(studies.basin(GPU, results))
+    results |= made_up(trials, loss)
+    text = tables.TABLES["basin"](GPU, results)
+    assert (
+        "Over 3.010 ± 0.017: AdamW, wsd (weight decay 0.01, β₂ 0.999): EMA κ = 0.3 at 0.002, seed by seed."
+        in text
+    )
+    rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines() if " | " in line}
+    pulled = rows["PACE (c 0.001, κ 0.5): EMA κ = 0.3"]
+    # Its best rate; there; at AdamW's: what all seeds have in common is not in the error.
+    assert pulled[1:4] == ["0.004", "+0.036 ± 0.003", "+0.136 ± 0.003"]
+    assert rows["PACE, wsd (c 0.001, κ 0.5): EMA κ = 0.3"][6].startswith("+0.")  # one seed at ten times it
+    with_error = [
+        line for line in text.splitlines() if line.startswith("| AdamW (weight decay 0.01, β₂ 0.999): live")
+    ]
+    assert "3.130 ± 0.017" in with_error[0]
+
+
+def test_a_run_that_diverged_is_said_and_chosen_by_nobody():
+    def loss(one, view):
+        return math.inf if one.lr == 4e-3 else 3.0
+
+    results = made_up(studies.tuning(CPU), loss)
+    assert "diverged" in tables.TABLES["tuning"](CPU, results)
+    assert studies.chosen(studies.tuning(CPU), studies.SETTINGS, results)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_has_a_table_with_and_without_its_results(name):
+    results = made_up([*studies.tuning(CPU), *studies.fine_tuning(CPU)])
+    assert "|" in tables.TABLES[name](CPU, results)
+    results |= made_up(together(STUDIES[name](CPU, results)).values())
+    full = tables.TABLES[name](CPU, results)
+    assert "3.000" in full and "nan" not in full
