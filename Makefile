@@ -16,9 +16,10 @@ READY := .venv/ready
 DEMO := .venv/demo-ready
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
 TODAY := $(shell date +%F)
-# As many tests at once as there are cores, each on one; compiled tests are kept, which saves a third of the
-# time to find them.
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal
+# One more test at once than there are cores, each on one: many wait for processes of their own. Compiled tests
+# are kept, which saves a third of the time to find them.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test check docs bench test-all clean
 

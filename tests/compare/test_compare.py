@@ -126,6 +126,7 @@ def test_another_rate_reuses_the_runs_that_are_there(widened):
     assert "lr 0.002" in (out / "results.csv").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_fine_tuning_is_compared_too(room, tmp_path, capfd):
     write_model(room / "model")
     write_chats(room / "chats.jsonl", count=40)
@@ -363,7 +364,8 @@ def test_killed_at_random_moments_it_ends_in_the_same_report(room, undisturbed, 
     print(f"{killed} kills in {rounds} comparisons")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long  # tests of sweeps, whose processes are the same, stop one by a signal every day
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_and_saves_all_runs(room, undisturbed, tmp_path, number):
     expected, _ = undisturbed
     out = tmp_path / "c"

@@ -213,7 +213,7 @@ def check_whole(out, expected):
     assert not list(out.glob("cells/*/checkpoints")) and not list(out.glob("cells/*/.tmp-*"))
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(KILLS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.long)])
 def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed, tmp_path, kills):
     """Alone or with its children: those of a parent that was killed end by themselves."""
     _, expected, seconds = undisturbed
@@ -285,6 +285,7 @@ def test_two_machines_share_a_sweep(room, undisturbed, tmp_path):
     assert all("4 of 4 runs done" in text for text in said)
 
 
+@pytest.mark.long
 def test_cells_of_a_machine_that_is_gone_are_taken_over(room, undisturbed, tmp_path):
     _, expected, _ = undisturbed
     out = tmp_path / "s"
