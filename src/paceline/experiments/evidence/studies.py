@@ -53,6 +53,14 @@ class Trial:
     """Multiples of the usual batch, at the same number of tokens."""
 
     @property
+    def after(self) -> tuple[str, int] | None:
+        """The trial that it goes on from, and after which step."""
+        if self.run.fork is None:
+            return None
+        name, _, step = self.run.fork.rpartition("@")
+        return name, int(step)
+
+    @property
     def views(self) -> tuple[str, ...]:
         """The weights that could be returned, by their names in the run's evaluations."""
         beside = tuple(view for view, _ in named_averages(self.run.averages))
@@ -202,20 +210,36 @@ def _slug(optimizer: str) -> str:
     return "-".join([name, *words.replace(",", "-").split()])
 
 
-def together(trials: Iterable[Trial]) -> dict[str, Trial]:
-    """By name, each after the one that it goes on from; whose checkpoints for it are kept."""
+def together(trials: Iterable[Trial], later: Iterable[Trial] = ()) -> dict[str, Trial]:
+    """By name, each after the one that it goes on from, which keeps the checkpoints that branches need; also
+    those of `later`, which are not among them."""
     found = {one.name: one for one in trials}
-    forks: dict[str, set[int]] = {}
-    for one in found.values():
-        if one.run.fork is not None:
-            name, _, step = one.run.fork.rpartition("@")
-            forks.setdefault(name, set()).add(int(step))
-    for name, steps in forks.items():
-        if name not in found:
-            raise ConfigError(f"{name} is to be gone on from, and is in no study")
-        whole = found[name]
-        found[name] = replace(whole, run=replace(whole.run, keep_steps=tuple(sorted(steps))))
-    return dict(sorted(found.items(), key=lambda item: item[1].run.fork is not None))
+    steps: dict[str, set[int]] = {}
+    for one in (*found.values(), *later):
+        if one.after is not None:
+            steps.setdefault(one.after[0], set()).add(one.after[1])
+    for one in list(found.values()):
+        if one.after is not None and one.after[0] not in found:
+            raise ConfigError(f"{one.name} goes on from {one.after[0]}, which is not in its study")
+        if one.name in steps:
+            kept = replace(one.run, keep_steps=tuple(sorted(steps[one.name])))
+            found[one.name] = replace(one, run=kept)
+    return dict(sorted(found.items(), key=lambda item: item[1].after is not None))
+
+
+def branches(trials: Iterable[Trial], room: Room) -> Iterator[Trial]:
+    """All that may ever go on from these: with WSD at their rate, and at the ends of `budgets`."""
+    yield from budgets(room)
+    for one in trials:
+        if one.schedule == "constant" and one.method != FREE and one.batch == 1:
+            setting = one.method, one.setting, one.run.optimizer
+            prefix, settings = _place(one, room)
+            yield trial(prefix, settings, setting, one.lr, "wsd", one.seed)
+
+
+def _place(one: Trial, room: Room) -> tuple[str, Mapping[str, Any]]:
+    prefix = one.name.partition("_")[0]
+    return prefix, {"gpt": room.pretraining, "sft": room.tuning, "gpt2": room.gpt2}[prefix]
 
 
 # --- Studies --------------------------------------------------------------------------------------------

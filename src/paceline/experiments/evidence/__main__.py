@@ -1,0 +1,105 @@
+"""Do the runs of our studies, or print their tables.
+
+examples:
+  python -m paceline.experiments.evidence run tuning basin --out runs --text wiki.jsonl.xz \\
+      --text-held-out val.jsonl.xz --keep new.jsonl --jobs 6
+      the studies one after the other, six runs at once; the same command again goes on
+  python -m paceline.experiments.evidence run basin --records records/tuning.jsonl --out runs …
+      on another day and another machine: runs that are in records are not done again
+  python -m paceline.experiments.evidence tables --records records/*.jsonl
+      the tables of docs/results.md
+"""
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.experiments.config import ConfigError
+from paceline.experiments.evidence.studies import ROOMS, STUDIES, placed
+from paceline.experiments.evidence.tables import TABLES
+from paceline.experiments.paper import lines
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.experiments.evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs, tables = commands.add_parser("run", help="do runs"), commands.add_parser("tables", help="print")
+    for command in (runs, tables):
+        command.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)} [all]")
+        command.add_argument("--room", choices=tuple(ROOMS), default="gpu", help="what is trained [gpu]")
+        command.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE")
+    runs.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    runs.add_argument("--keep", type=Path, required=True, metavar="FILE", help="gets a line a run")
+    runs.add_argument("--jobs", type=int, default=4, metavar="N", help="runs at once [4]")
+    for name in ("text", "text-held-out", "chat", "chat-held-out"):
+        runs.add_argument(f"--{name}", nargs="+", default=[], metavar="X", help="as --data of paceline train")
+    runs.add_argument("--tokenizer", metavar="X", help="of the small GPT, if its data are not prepared")
+    runs.add_argument("--base-model", metavar="X", help="a folder or .gguf file instead of the hub's model")
+    given = parser.parse_args(words)
+    unknown = [name for name in given.studies if name not in STUDIES]
+    if unknown:
+        parser.error(f"there is no study {unknown[0]!r}; there are {', '.join(STUDIES)}")
+    try:
+        return _run(given) if given.command == "run" else _tables(given)
+    except ConfigError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+
+
+def _tables(given: argparse.Namespace) -> int:
+    results, room = lines.read(given.records), ROOMS[given.room]
+    for name in given.studies or STUDIES:
+        print(f"## {name}\n")
+        try:
+            print(TABLES[name](room, results) + "\n")
+        except ConfigError as error:  # of a study that chooses from one that is not done
+            print(f"{error}\n")
+    return 0
+
+
+def _run(given: argparse.Namespace) -> int:
+    from paceline.experiments.evidence.work import work
+    from paceline.experiments.run import Interrupted
+
+    text: dict[str, Any] = {"data": tuple(given.text), "held_out": tuple(given.text_held_out)}
+    chat: dict[str, Any] = {"data": tuple(given.chat), "held_out": tuple(given.chat_held_out)}
+    text |= {"tokenizer": given.tokenizer} if given.tokenizer else {}
+    chat |= {"model": given.base_model} if given.base_model else {}
+    room = placed(ROOMS[given.room], text=_given(text), chat=_given(chat))
+    engine = partial(_engine, given.jobs)
+    try:
+        failed = work(
+            given.studies or STUDIES, room, given.out, given.records, given.keep, engine,
+            lambda said: print(said, flush=True),
+        )  # fmt: skip
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        return 130
+    return 1 if failed else 0
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value}
+
+
+def _engine(jobs: int, runs: int) -> Any:
+    import torch
+
+    from paceline.experiments import pool
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    at_once = min(jobs, runs)
+    gpus = [str(number) for number in range(torch.cuda.device_count())]
+    return partial(pool.run_all, jobs=at_once, threads=max(1, cores // at_once), gpus=gpus)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

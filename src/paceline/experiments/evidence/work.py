@@ -1,0 +1,102 @@
+"""Doing the runs of studies by the sweep engine, with those left out that records have already."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.experiments import pool
+from paceline.experiments.evidence.studies import STUDIES, Room, Trial, branches, together
+from paceline.experiments.live import Rows, shown
+from paceline.experiments.paper import lines
+from paceline.experiments.paper.lines import Result
+from paceline.experiments.sweep.conduct import Engine, Swept, cells_of, sweep
+
+Say = Callable[[str], None]
+MARGIN = 1.0
+"""Nats above the first loss: a run that stays there has diverged."""
+
+
+def work(
+    studies: Iterable[str],
+    room: Room,
+    out: Path,
+    records: Iterable[Path],
+    keep: Path,
+    engine: Callable[[int], Engine],
+    say: Say,
+) -> list[str]:
+    """Do studies one after the other: what one chooses from, another may have found. Why runs failed.
+
+    Arguments:
+        records: files with results of earlier days, whose runs are not done again.
+        keep: a file that gets a line for each run that is done here, as soon as it is.
+        engine: makes the engine, for so many runs.
+    """
+    known, failed = lines.read(records), []
+    done = _Lines(out / "cells", keep)
+    for name in studies:
+        trials = list(STUDIES[name](room, known | done.results()))
+        later = list(branches(trials, room))
+        wanted = left(together(trials, later), known, out / "cells")
+        say(f"{name}: {len(wanted)} of {len(trials)} runs to do")
+        if not wanted:
+            continue
+        failed += _swept(wanted, [one for one in later if one.name not in wanted], out, engine, done, say)
+    return failed
+
+
+def left(trials: Mapping[str, Trial], known: Mapping[str, Result], cells: Path) -> dict[str, Trial]:
+    """Those that no record has; and what they go on from, if its checkpoint is not on this machine."""
+    found = {name: one for name, one in trials.items() if name not in known}
+    for one in list(found.values()):
+        if one.after is not None and one.after[0] not in found:
+            found[one.after[0]] = trials[one.after[0]]
+    return {name: one for name, one in trials.items() if name in found}
+
+
+def _swept(
+    wanted: Mapping[str, Trial],
+    later: list[Trial],
+    out: Path,
+    engine: Callable[[int], Engine],
+    done: "_Lines",
+    say: Say,
+) -> list[str]:
+    cells = cells_of({name: one.run for name, one in wanted.items()}, out, MARGIN)
+    waiting = cells_of({one.name: one.run for one in later}, out, MARGIN)
+    rows = Rows(cells, ("run",), [(cell.folder.name,) for cell in cells])
+    say(rows.counts())
+    failed: tuple[str, ...] = ()
+    events = sweep(cells, out, engine(len(cells)), heart_seconds=60, keep_models=False, later=waiting)
+    with shown(rows) as screen:
+        for event in events:
+            if isinstance(event, Swept):
+                failed = event.failed
+                continue
+            screen.take(event)
+            if event is not None and isinstance(event[1], pool.Ended):
+                done.write()
+    done.write()
+    for text in failed:
+        say(text)
+    return list(failed)
+
+
+class _Lines:
+    """The lines of all runs in a folder that have ended, in a file: each read once."""
+
+    def __init__(self, cells: Path, keep: Path) -> None:
+        self._cells, self._keep = cells, keep
+        self._lines: dict[str, dict[str, Any]] = {}
+
+    def write(self) -> None:
+        """Add those that have ended since."""
+        for folder in sorted(self._cells.iterdir()) if self._cells.is_dir() else ():
+            if folder.name not in self._lines and folder.is_dir() and lines.is_ended(folder):
+                self._lines[folder.name] = lines.line_of(folder)
+        lines.write(self._lines.values(), self._keep)
+
+    def results(self) -> dict[str, Result]:
+        """What they say."""
+        self.write()
+        return lines.read([self._keep])
