@@ -12,7 +12,6 @@ from tiny import write_chats, write_model, write_text
 
 from paceline.cli import main
 from paceline.experiments.paper import lines
-from paceline.experiments.paper.cells import placed
 from paceline.experiments.paper.figures import figure, sheet
 from paceline.experiments.paper.labels import EXPERIMENTS, cells, experiment
 from paceline.experiments.paper.results import Book, at, differences
@@ -57,7 +56,7 @@ def test_every_label_from_its_runs_to_its_figure(tmp_path, monkeypatch, capsys):
         wanted |= some(label, wanted)
     root = tmp_path / "runs"
     for name, cell in sorted(wanted.items(), key=lambda item: item[1].after is not None):
-        for _ in execute(placed(cell.run, root), root / name, lambda text: None):
+        for _ in execute(cell.run, root / name, lambda text: None):
             pass
     check_lines(root, tmp_path / "records.jsonl")
     labels = list(EXPERIMENTS)

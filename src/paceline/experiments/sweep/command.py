@@ -1,4 +1,4 @@
-"""`paceline sweep`: flags, the runs they ask for, and what is shown."""
+"""`paceline sweep`: flags or labels of the paper, the runs they ask for, and what is shown."""
 
 import argparse
 import os
@@ -9,8 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.experiments.config import ConfigError, Run
+from paceline.experiments.config import ConfigError, Run, name_of
+from paceline.experiments.paper import lines
+from paceline.experiments.paper.command import verdict
+from paceline.experiments.paper.labels import cells as cells_of_label
+from paceline.experiments.paper.results import Book
 from paceline.experiments.sweep import cells as described
+from paceline.experiments.sweep import labels
+from paceline.experiments.sweep.labels import Labelled
 
 if TYPE_CHECKING:
     from paceline.experiments.pool import Cell
@@ -24,6 +30,13 @@ EXAMPLES = """examples:
       27 runs: all combinations of three rates, three optimizers and three seeds
   paceline sweep --out sweeps/mine --config mine.toml --jobs 4 --dry-run
       what a file describes, as a list; without --dry-run it is run, four at once
+  paceline sweep fig:135m_grid --scale gpu --out runs/gpu --dry-run
+      the runs of a figure of the paper (`paceline paper` has the labels); without --dry-run they are run
+  paceline sweep fig:bema_sf fig:pretrain --scale gpu --out runs/gpu --chat smoltalk.jsonl.zst \
+      --text wiki/ --text-held-out wiki-test.txt --base-model SmolLM2-135M=models/smollm2
+      two figures, with data and model from this machine instead of the hub; runs that both need are done once
+  paceline sweep all --scale paper --out /shared/paper --engine ray
+      everything in the paper, on a cluster; then: paceline figures all --records /shared/paper
 
 A file has the settings of `paceline train` and, besides, what is swept:
   model = "gpt:1m"
@@ -45,6 +58,7 @@ AT_ONCE = 4
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its own flags; those of a run are added by the caller."""
+    labels.add(parser)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the folder of the sweep")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings, seeds, grid and cells in TOML")
     parser.add_argument(
@@ -94,7 +108,14 @@ def sweep_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> descri
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn: Say) -> int:
     """Do it; 1 if a cell could not be done."""
-    runs = described.runs_of(sweep_of(options, settings))
+    wanted = labels.labelled(options, settings) if options.labels else None
+    if wanted is None:
+        labels.refuse_flags(options)
+        named = {name_of(run): run for run in described.runs_of(sweep_of(options, settings))}
+    else:
+        named = dict(wanted.runs)
+        labels.refuse_other_runs(named, options.out / "cells")
+    runs = list(named.values())
     margin = None if options.stop_diverged == "off" else _positive("--stop-diverged", options.stop_diverged)
     heart = _positive("--heart-seconds", options.heart_seconds)
     engine = _engine(options, runs)  # what is wrong with a flag shows before torch is imported
@@ -102,15 +123,23 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
     from paceline.experiments.methods import check_methods
     from paceline.experiments.sweep.conduct import Swept, cells_of, sweep
 
-    for method in {(r.optimizer, r.schedule, r.averages, r.telemetry_every): r for r in runs}.values():
-        check_methods(method)
-    cells = cells_of(runs, options.out, margin)
+    if wanted is None:  # those of labels are known to be right, and this takes seconds
+        for method in {(r.optimizer, r.schedule, r.averages, r.telemetry_every): r for r in runs}.values():
+            check_methods(method)
+    cells = cells_of(named, options.out, margin)
     if options.dry_run:
-        return _list(cells, say)
-    rows = _rows(cells)
+        return _list(cells, wanted is not None, say)
+    rows = _rows(cells, wanted is not None)
     say(rows.counts())
     ended: Swept | None = None
-    events = sweep(cells, options.out, engine(), heart_seconds=heart, keep_models=options.keep_models)
+    events = sweep(
+        cells,
+        options.out,
+        engine(),
+        heart_seconds=heart,
+        keep_models=options.keep_models,
+        later=cells_of(wanted.later, options.out, margin) if wanted else (),
+    )
     with live.shown(rows) as screen:
         for event in events:
             if isinstance(event, Swept):
@@ -118,7 +147,14 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
             else:
                 screen.take(event)
     assert ended is not None
-    return _show(ended, options.out, say, warn)
+    if wanted is None:
+        _show(ended, say)
+    else:
+        _show_labels(wanted, options, say)
+    say(f"results: {options.out / 'results.jsonl'}")
+    for text in ended.failed:
+        warn(text)
+    return 1 if ended.failed else 0
 
 
 def _engine(options: argparse.Namespace, runs: list[Run]) -> "Callable[[], Engine]":
@@ -164,23 +200,26 @@ def _ray(address: str | None, jobs: int | None, cpus: int | None, gpus: float | 
 # --- What is shown ------------------------------------------------------------------------------------
 
 
-def _rows(cells: "tuple[Cell, ...]") -> Any:
+def _rows(cells: "tuple[Cell, ...]", by_name: bool) -> Any:
+    """What a cell is called: by the settings in which not all are alike, or by a name that says them."""
     from paceline.experiments.live import Rows
 
     settings = described.differing([cell.run for cell in cells])
-    if not settings[0]:
+    if by_name or not settings[0]:
         return Rows(cells, ("cell",), [(cell.folder.name,) for cell in cells])
     labels = [[described.text(value) for value in of_one.values()] for of_one in settings]
     return Rows(cells, tuple(settings[0]), labels)
 
 
-def _list(cells: "tuple[Cell, ...]", say: Say) -> int:
+def _list(cells: "tuple[Cell, ...]", by_name: bool, say: Say) -> int:
     """Every cell, and what it takes, where that is known without its data."""
     from paceline.experiments.live import as_text
     from paceline.experiments.report.content import Table
     from paceline.experiments.run import is_finished
 
     settings = described.differing([cell.run for cell in cells])
+    if by_name:
+        settings = [{"goes on from": cell.run.fork or ""} for cell in cells]
     names = tuple(settings[0])
     sizes = [_size(cell.run) for cell in cells]
     rows = tuple(
@@ -216,7 +255,8 @@ def _size(run: Run) -> tuple[int | str, int | str]:
     return steps, steps * run.batch_size * run.length
 
 
-def _show(ended: "Swept", folder: Path, say: Say, warn: Say) -> int:
+def _show(ended: "Swept", say: Say) -> None:
+    """A table, best first."""
     from paceline.experiments.live import as_text
     from paceline.experiments.sweep.results import table_of
 
@@ -225,10 +265,24 @@ def _show(ended: "Swept", folder: Path, say: Say, warn: Say) -> int:
     say(f"{table.title}. {table.caption}")
     for line in as_text(table).splitlines():
         say(line)
-    say(f"results: {folder / 'results.jsonl'}")
-    for text in ended.failed:
-        warn(text)
-    return 1 if ended.failed else 0
+
+
+def _show_labels(wanted: Labelled, options: argparse.Namespace, say: Say) -> None:
+    """What is there of each label now, and how to see it."""
+    folder = options.out
+    results = lines.read([folder / "cells"])
+    say("")
+    for label in wanted.labels:
+        book = Book.of(cells_of_label(label, wanted.scale), results)
+        said = f"{label}: {len(book.names) - len(book.missing)} of {len(book.names)} runs done"
+        found = verdict(book, wanted.scale)
+        say(f"{said}; {found}" if found else said)
+    kept = [path for name in wanted.runs for path in (folder / "cells" / name / "checkpoints").glob("step-*")]
+    if kept and not options.keep_models:
+        size = sum(file.stat().st_size for path in kept for file in path.rglob("*") if file.is_file())
+        say(f"checkpoints that stay, for runs that go on from them: {len(kept)}, {size / 1e9:,.1f} GB")
+    name = wanted.labels[0] if len(wanted.labels) == 1 else "all"
+    say(f"figures: paceline figures {name} --scale {wanted.scale.name} --records {folder}")
 
 
 # --- Numbers ------------------------------------------------------------------------------------------
