@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.experiments.config import ConfigError, Run, name_of
+from paceline.experiments.cost import price as prices
+from paceline.experiments.cost.hardware import HARDWARE, Hardware, hardware_of
 from paceline.experiments.paper import lines
 from paceline.experiments.paper.command import verdict
 from paceline.experiments.paper.labels import cells as cells_of_label
@@ -70,7 +72,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a setting and its values; more of them: all combinations",
     )
     parser.add_argument("--seeds", nargs="+", metavar="N", help="run each combination with each of these")
-    parser.add_argument("--dry-run", action="store_true", help="list the cells, and run nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the cells with what they cost, and run nothing"
+    )
+    parser.add_argument(
+        "--hardware", default="h200", metavar="NAME", help=f"for --dry-run: {', '.join(HARDWARE)} [h200]"
+    )
     parser.add_argument(
         "--jobs", metavar="N", help="cells at once [a GPU each; without one, a core each, at most 4]"
     )
@@ -118,6 +125,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
     runs = list(named.values())
     margin = None if options.stop_diverged == "off" else _positive("--stop-diverged", options.stop_diverged)
     heart = _positive("--heart-seconds", options.heart_seconds)
+    hardware = hardware_of(options.hardware)
     engine = _engine(options, runs)  # what is wrong with a flag shows before torch is imported
     from paceline.experiments import live
     from paceline.experiments.methods import check_methods
@@ -128,7 +136,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
             check_methods(method)
     cells = cells_of(named, options.out, margin)
     if options.dry_run:
-        return _list(cells, wanted is not None, say)
+        return _list(cells, wanted, hardware, say)
     rows = _rows(cells, wanted is not None)
     say(rows.counts())
     ended: Swept | None = None
@@ -211,48 +219,57 @@ def _rows(cells: "tuple[Cell, ...]", by_name: bool) -> Any:
     return Rows(cells, tuple(settings[0]), labels)
 
 
-def _list(cells: "tuple[Cell, ...]", by_name: bool, say: Say) -> int:
-    """Every cell, and what it takes, where that is known without its data."""
+def _list(cells: "tuple[Cell, ...]", wanted: Labelled | None, hardware: Hardware, say: Say) -> int:
+    """Every cell, and what is left to do costs, where that is known without its data."""
     from paceline.experiments.live import as_text
     from paceline.experiments.report.content import Table
     from paceline.experiments.run import is_finished
 
     settings = described.differing([cell.run for cell in cells])
-    if by_name:
+    if wanted is not None:
         settings = [{"goes on from": cell.run.fork or ""} for cell in cells]
     names = tuple(settings[0])
-    sizes = [_size(cell.run) for cell in cells]
+    done = [is_finished(cell.folder) for cell in cells]
+    costs = [
+        wanted.price(cell.folder.name, hardware) if wanted else prices.of_run(cell.run, hardware)
+        for cell in cells
+    ]
     rows = tuple(
         (
             cell.folder.name,
             *(described.text(value) for value in of_one.values()),
-            *(f"{number:,}" if isinstance(number, int) else number for number in size),
-            "done" if is_finished(cell.folder) else "",
+            *_size(cell.run),
+            *(("?", "?", "?") if cost is None else cost.words()[1:]),
+            "done" if is_done else "",
         )
-        for cell, of_one, size in zip(cells, settings, sizes, strict=True)
+        for cell, of_one, cost, is_done in zip(cells, settings, costs, done, strict=True)
     )
-    columns = ("cell", *names, "steps", "tokens", "")
-    numeric = (False, *(False for _ in names), True, True, False)
+    columns = ("cell", *names, "steps", "tokens", *prices.TITLES[1:], "")
+    numeric = (False, *(False for _ in names), True, True, True, True, True, False)
     for line in as_text(
         Table(key="cells", title="Cells", columns=columns, rows=rows, numeric=numeric)
     ).splitlines():
         say(line)
-    known = [size for size in sizes if isinstance(size[0], int) and isinstance(size[1], int)]
-    total = "" if len(known) < len(cells) else f", {sum(int(size[1]) for size in known):,} tokens"
-    say(f"{len(cells)} cells{total}, {sum(is_finished(cell.folder) for cell in cells)} done")
+    say(f"{len(cells)} cells, {sum(done)} done")
+    left = [cost for cost, is_done in zip(costs, done, strict=True) if not is_done]
+    known = [cost for cost in left if cost is not None]
+    if left and len(known) == len(left):
+        for line in prices.explained(prices.together(known), hardware):
+            say(line)
     return 0
 
 
-def _size(run: Run) -> tuple[int | str, int | str]:
-    """Steps and tokens; of a budget that depends on data or model, that budget."""
+def _size(run: Run) -> tuple[str, str]:
+    """Steps and tokens that are its own; of a budget that depends on data or model, that budget."""
     from paceline.experiments.build import steps_of
 
     if run.epochs is not None:
         return f"{run.epochs:g} epochs", "?"
     if run.chinchilla is not None:
         return f"{run.chinchilla:g} chinchilla", "?"
-    steps = steps_of(run, 0, 0)
-    return steps, steps * run.batch_size * run.length
+    _, at, step = (run.fork or "").rpartition("@")
+    steps = steps_of(run, 0, 0) - (int(step) if at and step.isdigit() else 0)
+    return f"{steps:,}", f"{steps * run.batch_size * run.length:,}"
 
 
 def _show(ended: "Swept", say: Say) -> None:
@@ -270,7 +287,7 @@ def _show(ended: "Swept", say: Say) -> None:
 def _show_labels(wanted: Labelled, options: argparse.Namespace, say: Say) -> None:
     """What is there of each label now, and how to see it."""
     folder = options.out
-    results = lines.read([folder / "cells"])
+    results = lines.read([folder])
     say("")
     for label in wanted.labels:
         book = Book.of(cells_of_label(label, wanted.scale), results)

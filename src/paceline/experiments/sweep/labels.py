@@ -2,13 +2,16 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 from paceline.experiments import config, records
 from paceline.experiments.config import NO_OTHER_RUN, ConfigError, Run, as_mapping
-from paceline.experiments.paper.labels import EXPERIMENTS, experiment, runs
+from paceline.experiments.cost.hardware import Hardware
+from paceline.experiments.cost.price import Price
+from paceline.experiments.paper.command import price
+from paceline.experiments.paper.labels import EXPERIMENTS, cells, experiment, runs
 from paceline.experiments.paper.scales import SCALES, Scale, located
 
 MAY_BE_SET = (NO_OTHER_RUN - {"keep_steps"}) | {"micro_batch_size", "activation_checkpointing", "compile"}
@@ -33,6 +36,18 @@ class Labelled:
     """By name, each after the one that it goes on from."""
     later: Mapping[str, Run]
     """Of other labels, that go on from one of these."""
+    settings: Mapping[str, Any]
+    """Of the user."""
+
+    def price(self, name: str, hardware: Hardware) -> Price:
+        """What a run costs: by the scale's name of its model, whose folder says nothing of its size."""
+        cell = next(
+            cell
+            for label in self.labels
+            for cell in cells(label, SCALES[self.scale.name])
+            if cell.name == name
+        )
+        return price(replace(cell, run=_with(cell.run, self.settings)), self.scale, hardware)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +122,7 @@ def labelled(options: argparse.Namespace, settings: Mapping[str, Any]) -> Labell
         scale=scale,
         runs={name: _with(run, settings) for name, run in wanted.items()},
         later={name: _with(run, settings) for name, run in later.items()},
+        settings=settings,
     )
 
 
@@ -162,10 +178,10 @@ def _check_places(wanted: Mapping[str, Run], scale: str) -> None:
             )
 
 
-def refuse_other_runs(wanted: Mapping[str, Run], cells: Path) -> None:
+def refuse_other_runs(wanted: Mapping[str, Run], root: Path) -> None:
     """Raise ConfigError if a run is there under the name of one of these, and is another one."""
     for name, run in wanted.items():
-        path = cells / name / "records.jsonl"
+        path = root / name / "records.jsonl"
         about = next(records.read(path), None) if path.exists() else None
         before = {} if about is None else about["config"]
         now = as_mapping(run)
@@ -176,6 +192,6 @@ def refuse_other_runs(wanted: Mapping[str, Run], cells: Path) -> None:
         ]
         if changed:
             raise ConfigError(
-                f"{cells / name} holds a run with other settings ({'; '.join(changed)}); give those again, "
+                f"{root / name} holds a run with other settings ({'; '.join(changed)}); give those again, "
                 "or another --out"
             )
