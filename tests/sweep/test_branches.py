@@ -4,6 +4,7 @@ The engine here writes what a run leaves behind, and trains nothing; test_labels
 """
 
 import json
+import shutil
 import threading
 import time
 
@@ -156,6 +157,11 @@ def test_a_run_that_diverged_takes_the_branches_after_that_with_it(tmp_path):
         assert lines["late"].timing["text"] == why == told["late"].text
         assert not (tmp_path / "cells" / "late").exists()
     assert engine.begun == []
+    # Before that it did not diverge: without its checkpoint, the branch has nothing to go on from.
+    shutil.rmtree(tmp_path / "cells" / "early")
+    ended, lines, _ = done(tmp_path, engine)
+    assert len(ended.failed) == 1 and "has no checkpoint of step 8 any more" in ended.failed[0]
+    assert lines["early"].result["outcome"] == "failed"
 
 
 def test_a_checkpoint_that_somebody_removed_is_missed_by_name(tmp_path):
