@@ -24,10 +24,11 @@ from paceline.experiments.cost.hardware import HARDWARE, hardware_of
 from paceline.experiments.cost.memory import kept, layer_activations, local_elements, memory
 from paceline.experiments.cost.optimizer import BLOCK, PRESETS, of_spec, preset
 from paceline.experiments.cost.pictures import draw
-from paceline.experiments.cost.shape import SHAPES, Tensor, named, of_gpt
+from paceline.experiments.cost.shape import HUB, SHAPES, Tensor, named, of_gpt
 from paceline.experiments.cost.speed import computing, micro_batch_seconds, optimizer_seconds
 from paceline.experiments.cost.tables import TABLES, filled
 from paceline.experiments.cost.training import Training
+from paceline.experiments.paper.scales import PAPER
 from paceline.lm.batch import Batch
 from paceline.lm.evaluate import autocast, summed_loss
 from paceline.lm.gpt import GPT, GPTShape
@@ -63,6 +64,56 @@ def record(name):
 )
 def test_presets_have_the_parameters_of_the_models_they_are_named_after(name, known):
     assert SHAPES[name].parameters == pytest.approx(known, rel=1e-4)
+
+
+def hub_model(name):
+    """As transformers builds it, from its public config, without its weights."""
+    import transformers as t
+
+    common = {"tie_word_embeddings": True}
+    made = {
+        "HuggingFaceTB/SmolLM2-135M": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                          num_attention_heads=9, num_key_value_heads=3, **common)
+        ),
+        "HuggingFaceTB/SmolLM2-1.7B": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(vocab_size=49152, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24,
+                          num_attention_heads=32, num_key_value_heads=32, **common)
+        ),
+        "Qwen/Qwen3-1.7B": lambda: t.Qwen3ForCausalLM(
+            t.Qwen3Config(vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+                          num_attention_heads=16, num_key_value_heads=8, head_dim=128, **common)
+        ),
+        "google/gemma-3-1b-pt": lambda: t.Gemma3ForCausalLM(
+            t.Gemma3TextConfig(vocab_size=262144, hidden_size=1152, intermediate_size=6912,
+                               num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
+                               head_dim=256, **common)
+        ),
+    }  # fmt: skip
+    with torch.device("meta"):
+        return made[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", 134_515_008),
+        ("HuggingFaceTB/SmolLM2-1.7B", 1_711_376_384),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976),
+        ("google/gemma-3-1b-pt", 999_885_952),
+    ],
+)
+def test_models_of_the_hub_have_the_tensors_that_transformers_builds(name, known):
+    assert set(HUB) == {
+        row.settings["model"] for row in PAPER.models.values() if "/" in row.settings["model"]
+    }
+    own = named(name)
+    real = sorted((p.shape[0], p.shape[1] if p.ndim > 1 else 1) for p in hub_model(name).parameters())
+    assert sorted((t.rows, t.columns) for t in own.tensors() for _ in range(t.times)) == real
+    assert own.parameters == known
+    found = estimate(Run(task="sft", model=name, steps=10, length=512, fork="x@4", held_out_samples=3), H200)
+    assert (found.steps, found.tokens) == (6, 6 * 16 * 512)
+    assert found.cost.training.shape == replace(own, length=512)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -492,7 +543,7 @@ def test_an_estimate_has_the_parameters_and_state_of_the_run():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "HuggingFaceTB/SmolLM2-135M"}, "give its shape"),
+        ({"model": "HuggingFaceTB/SmolLM2-135M-Instruct"}, "give its shape"),
         ({"tokenizer": "somewhere/tokenizer"}, "give the model's shape"),
         ({"epochs": 1.0, "steps": None}, "number of samples"),
         ({"optimizer": "adamx"}, "did you mean adamw"),

@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 
 from paceline.experiments.config import ConfigError, parse_spec
-from paceline.experiments.paper.cells import placed, readings
-from paceline.experiments.paper.command import cost
+from paceline.experiments.cost.hardware import HARDWARE
+from paceline.experiments.paper.cells import readings
+from paceline.experiments.paper.command import price
 from paceline.experiments.paper.labels import EXPERIMENTS, cells, runs
 from paceline.experiments.paper.scales import CPU, GPU, PAPER, SCALES, located
 
@@ -283,7 +284,7 @@ def test_scales_differ_in_model_data_and_budget_only():
     assert {cell.run.model for cell in everything(GPU).values()} == {"gpt:7m", "HuggingFaceTB/SmolLM2-135M"}
 
 
-def test_data_of_this_machine_change_no_name(tmp_path):
+def test_data_of_this_machine_change_no_name():
     here = located(
         PAPER, text=("t.jsonl",), text_held_out=("v.jsonl",), chat=("c.jsonl",), tulu=("u.jsonl",),
         models={"Qwen/Qwen3-1.7B": "qwen"},
@@ -297,15 +298,36 @@ def test_data_of_this_machine_change_no_name(tmp_path):
     assert data["qwen3-1.7b-tulu"] == (("u.jsonl",), (), "qwen")
     with pytest.raises(ConfigError, match="scale paper has no model 'gpt3'; there are"):
         located(PAPER, models={"gpt3": "x"})
-    branch = next(cell for cell in cells("fig:appendix_pretrain_river", PAPER) if cell.after)
-    assert placed(branch.run, tmp_path).fork == str(tmp_path / branch.after[0]) + f"@{branch.after[1]}"
 
 
 def test_cost_counts_what_is_computed():
     (whole,) = found("fig:appendix_pretrain_river", "gpt2-124m", "AdamW", schedule="constant")
     branch = next(c for c in cells("fig:appendix_pretrain_river", PAPER) if c.after == (whole.name, 1900))
-    assert cost(whole, PAPER) == pytest.approx(6 * 124e6 * 4750 * 512 * 1024)
-    assert cost(branch, PAPER) == pytest.approx(cost(whole, PAPER) * 475 / 4750)
+    h200 = HARDWARE["h200"]
+    all_of, part = price(whole, PAPER, h200), price(branch, PAPER, h200)
+    assert all_of.tokens == 4750 * 512 * 1024 and part.tokens == 475 * 512 * 1024
+    # 50 and 5 evaluations of 1,024 samples, by AdamW's live weights and five EMAs.
+    assert all_of.evaluated == 50 * 6 * 1024 * 1024 and part.evaluated == 5 * 6 * 1024 * 1024
+    each = 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024  # forward and backward of a token
+    assert all_of.operations == pytest.approx(each * (all_of.tokens + all_of.evaluated / 3))
+    assert part.seconds == pytest.approx(all_of.seconds / 10) and part.memory == all_of.memory
+    pulled = next(
+        c for c in cells("fig:appendix_pretrain_river", PAPER) if c.method == "PACE" and not c.after
+    )
+    assert price(pulled, PAPER, h200).evaluated == 50 * 2 * 1024 * 1024
+    assert price(whole, PAPER, HARDWARE["a100"]).seconds > 2 * all_of.seconds
+
+
+def test_every_run_has_a_price_and_fits_the_gpu_that_it_is_meant_for():
+    for scale in (PAPER, GPU):
+        for cell in everything(scale).values():
+            found = price(cell, scale, HARDWARE["h200"])
+            assert found.seconds > 0 and 0 < found.memory < 0.92 * 141e9
+            rough = 6 * scale.models[cell.model].parameters * found.tokens
+            assert 1 < found.operations / rough < 2.5  # evaluations and attention come on top
+    for cell in everything(CPU).values():
+        found = price(cell, CPU, HARDWARE["h200"])
+        assert found.seconds is None and found.operations > 0
 
 
 def test_an_unknown_label_is_answered_with_the_nearest():

@@ -12,7 +12,6 @@ from tiny import write_chats, write_model, write_text
 
 from paceline.cli import main
 from paceline.experiments.paper import lines
-from paceline.experiments.paper.cells import placed
 from paceline.experiments.paper.figures import figure, sheet
 from paceline.experiments.paper.labels import EXPERIMENTS, cells, experiment
 from paceline.experiments.paper.results import Book, at, differences
@@ -57,7 +56,7 @@ def test_every_label_from_its_runs_to_its_figure(tmp_path, monkeypatch, capsys):
         wanted |= some(label, wanted)
     root = tmp_path / "runs"
     for name, cell in sorted(wanted.items(), key=lambda item: item[1].after is not None):
-        for _ in execute(placed(cell.run, root), root / name, lambda text: None):
+        for _ in execute(cell.run, root / name, lambda text: None):
             pass
     check_lines(root, tmp_path / "records.jsonl")
     labels = list(EXPERIMENTS)
@@ -208,6 +207,16 @@ def check_diverged(done):
     assert {book.loss(one) == math.inf for one in pulled if one.cell.name == name} == {True}
     best = book.best(pulled)
     assert best is not None and best.cell.name != name
+    # Branches that were not begun because of that have diverged, too; one from before that is missing.
+    whole = "gpt-0.3m_adamw_lr0.002_constant_20_s42"
+    early = replace(results[whole], outcome="diverged", evaluations=results[whole].evaluations[:2])
+    early = replace(early, train=tuple(point for point in early.train if point[0] <= 10))
+    branches = {cell.name: cell.after[1] for cell in own if cell.after and cell.after[0] == whole}
+    kept = {n: r for n, r in results.items() if n not in branches}
+    book = Book.of(own, {**kept, whole: early})
+    assert book.missing == {n for n, step in branches.items() if step == 8} and len(branches) == 3
+    ended = [book.loss(one) for one in book.where(method="AdamW", schedule="wsd")]
+    assert sorted(map(str, ended)) == ["None", "inf", "inf"]
 
 
 # --- Commands -------------------------------------------------------------------------------------------
@@ -217,6 +226,11 @@ def check_status(done, capsys, tmp_path):
     capsys.readouterr()
     assert main(["paper", "--scale", "cpu", "--records", str(done)]) == 0
     said = capsys.readouterr().out
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    (sweep / "cells").symlink_to(done)
+    assert main(["paper", "--scale", "cpu", "--records", str(sweep)]) == 0
+    assert capsys.readouterr().out == said
     for label in EXPERIMENTS:
         (row,) = [line for line in said.splitlines() if line.startswith(label + " ")]
         book = Book.of(cells(label, CPU), lines.read([done]))

@@ -125,13 +125,15 @@ def test_flags_win_over_the_file(tmp_path, capsys):
     words = ["--config", str(path), "--batch-size", "3", "--seeds", "8", "9", "--grid", "lr", "5e-3", "6e-3"]
     assert main(["sweep", "--out", str(tmp_path / "s"), *words, "--dry-run"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].split() == ["cell", "lr", "seed", "steps", "tokens"]
-    rows = [line.split() for line in said[1:-1]]
-    assert [row[1:] for row in rows] == [
+    assert said[0].split() == ["cell", "lr", "seed", "steps", "tokens", "operations", "time", "memory"]
+    rows = [line.split() for line in said[1:5]]
+    assert [row[1:5] for row in rows] == [
         [lr, seed, "5", f"{5 * 3 * 128:,}"] for lr in ("0.005", "0.006") for seed in ("8", "9")
     ]
     assert all(row[0].startswith(f"adamw-constant-lr-{row[1]}-seed-{row[2]}-") for row in rows)
-    assert said[-1] == "4 cells, 7,680 tokens, 0 done"
+    assert said[5] == "4 cells, 0 done" and said[6].startswith(
+        "to do: 7.68k tokens trained on and 0 evaluated"
+    )
     assert not (tmp_path / "s").exists()
 
 

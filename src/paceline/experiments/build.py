@@ -249,12 +249,12 @@ def steps_of(run: Run, samples: int, parameters: int) -> int:
 # --- From another run ---------------------------------------------------------------------------------
 
 
-def fork(job: Job, where: str) -> int:
+def fork(job: Job, where: str, folder: Path) -> int:
     """Put the weights and the optimizer's memory of another run's checkpoint into a job; its step.
 
-    Settings of the optimizer stay those of this run.
+    Settings of the optimizer stay those of this run, which is in `folder`.
     """
-    place = _checkpoint_named(where)
+    place = _checkpoint_named(where, folder)
     job.trainee.ranks.of_first(lambda: checkpoint.check(place))
     saved = checkpoint.read(place, checkpoint.named_tensors(job.trainee.model))
     step: int = saved["facts"]["progress"]["step"]
@@ -281,11 +281,14 @@ def fork(job: Job, where: str) -> int:
     return step
 
 
-def _checkpoint_named(where: str) -> Path:
-    """RUN@STEP, a run (its newest), or the folder of a checkpoint."""
+def _checkpoint_named(where: str, folder: Path) -> Path:
+    """RUN@STEP, a run (its newest), or the folder of a checkpoint. A mere name: a run beside `folder`."""
     path, _, step = where.rpartition("@")
     if not path or Path(where).is_dir():
         path, step = where, ""
+    # First of all: there the run's own siblings are, wherever the command was called from.
+    if Path(path).name == path and (folder.parent / path).is_dir():
+        path = str(folder.parent / path)
     if (Path(path) / "manifest.json").exists():
         return Path(path)
     found = dict(checkpoint.all_of(Path(path) / "checkpoints"))

@@ -107,8 +107,8 @@ class Run:
     telemetry_every: int | None = None
     """Steps between readings of the pull (`paceline.probe`); none: never."""
     fork: str | None = None
-    """A checkpoint of another run to start from: its folder, or RUN@STEP. Weights, optimizer and step come
-    from there; the schedule is this run's."""
+    """A checkpoint of another run to start from: its folder, or RUN@STEP; RUN is a folder, or the name of one
+    beside this run's. Weights, optimizer and step come from there; the schedule is this run's."""
 
     def __post_init__(self) -> None:
         _check(self)

@@ -47,6 +47,13 @@ class Cell:
     may_go_on: Callable[[], bool] | None = None
     """Asked now and then; False: the folder is somebody else's, and nothing more is written to it."""
 
+    @property
+    def after(self) -> tuple[Path, int] | None:
+        """The folder of the run beside it that it goes on from, and after which step; None: there is none."""
+        name, _, step = (self.run.fork or "").rpartition("@")
+        beside = name and Path(name).name == name and step.isdigit()
+        return (self.folder.with_name(name), int(step)) if beside else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
@@ -83,7 +90,8 @@ def do_all(
     # A server that has imported everything forks in no time; where there is none, each child imports anew.
     context: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
     if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload([__name__])
+        # The second is imported by the first optimizer of every process, and takes seconds.
+        context.set_forkserver_preload([__name__, "torch._dynamo"])
     waiting, more = iter(orders), True
     at_work = dict[Connection, tuple[Any, BaseProcess, int]]()
     told_to_stop = False

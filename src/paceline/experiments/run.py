@@ -11,8 +11,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -131,14 +131,30 @@ def _look(folder: Path, run: Run) -> tuple[Path | None, list[str]]:
 
 def is_finished(folder: Path) -> bool:
     """Whether a run has nothing left to do: it came to its end, or diverged."""
+    return end_of(folder) is not None
+
+
+def end_of(folder: Path) -> dict[str, Any] | None:
+    """When and how a run ended, finished or diverged; None: it has something left to do."""
     timing = folder / "timing.jsonl"
     lines = list(records.read(timing)) if timing.exists() else []
-    return bool(lines) and lines[-1]["kind"] == "end"
+    return lines[-1] if lines and lines[-1]["kind"] == "end" else None
 
 
-def drop_checkpoints(folder: Path) -> None:
-    """Remove the models of a run; its records stay."""
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+def has_checkpoint(folder: Path, step: int) -> bool:
+    """Whether a run has a checkpoint of that step."""
+    return step in dict(checkpoint.all_of(folder / "checkpoints"))
+
+
+def drop_checkpoints(folder: Path, but: Collection[int] = ()) -> None:
+    """Remove the models of a run, but for those of some steps; its records stay."""
+    checkpoints = folder / "checkpoints"
+    if not but:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return
+    with suppress(OSError):  # another machine removes the same
+        remove_temporary(checkpoints)
+        checkpoint.keep_only(checkpoints, but)
 
 
 def refuse_changes(before: dict[str, Any], run: Run) -> None:
@@ -230,7 +246,7 @@ class _Running:
         else:
             self.ranks.of_first(lambda: _refuse_lost_checkpoints(self.folder))
             if self.run.fork is not None:
-                self.progress.step = build.fork(self.job, self.run.fork)
+                self.progress.step = build.fork(self.job, self.run.fork, self.folder)
         self.ranks.of_first(lambda: self._open(keep, anew=found is None))
 
     def _open(self, keep: int, *, anew: bool) -> None:

@@ -451,6 +451,17 @@ def prune(root: Path, *, up_to: int, keep: int, best: int | None, others: Collec
     """
     for step, folder in [found for found in all_of(root) if found[0] <= up_to][:-keep]:
         if step != best and step not in others:
-            # Under another name first: half a checkpoint must not look like one.
-            removed = folder.rename(folder.with_name(f"{TEMPORARY}removed-{step}"))
-            shutil.rmtree(removed, ignore_errors=True)
+            _remove(folder)
+
+
+def keep_only(root: Path, steps: Collection[int]) -> None:
+    """Remove all but the checkpoints of these steps."""
+    for step, folder in all_of(root):
+        if step not in steps:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first: half a checkpoint must not look like one."""
+    removed = folder.rename(folder.with_name(f"{TEMPORARY}removed-{folder.name.rpartition('-')[2]}"))
+    shutil.rmtree(removed, ignore_errors=True)

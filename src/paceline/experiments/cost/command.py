@@ -27,7 +27,8 @@ EXAMPLES = """examples:
   paceline cost --model llama:width=3072,layers=28,heads=24,keys=8,inner=8192,tied=true --gpus 8 --json
       a shape of the own, as JSON
 
-models: 1b 8b 13b 70b 405b (Llama's shapes), gpt2, gpt:0.3m … gpt:88m, or spelled out as above
+models: 1b 8b 13b 70b 405b (Llama's shapes), gpt2, gpt:0.3m … gpt:88m, or spelled out as above; and
+  HuggingFaceTB/SmolLM2-135M, HuggingFaceTB/SmolLM2-1.7B, Qwen/Qwen3-1.7B, google/gemma-3-1b-pt
 optimizers: adamw, ema (AdamW and a float32 copy that is averaged), pace (two averages), pace_paper (one)
 sharding: ddp, fsdp (FSDP2, ZeRO-3), hsdp (FSDP2 in groups that are copies); no tensor or pipeline parallelism
 

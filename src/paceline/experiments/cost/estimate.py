@@ -9,7 +9,7 @@ from paceline.experiments.cost.communication import Communication, communication
 from paceline.experiments.cost.hardware import Hardware
 from paceline.experiments.cost.memory import Kept, Memory
 from paceline.experiments.cost.optimizer import of_spec
-from paceline.experiments.cost.shape import Shape, named
+from paceline.experiments.cost.shape import HUB, Shape, named
 from paceline.experiments.cost.speed import (
     HOST_OF_LAYER,
     HOST_OF_STEP,
@@ -149,12 +149,16 @@ class Estimate:
     cost: Cost
     """Of a step."""
     steps: int
+    """To do: of a run that goes on from a checkpoint of another, those after it."""
     tokens: int
+    """Trained on."""
+    evaluated_tokens: int
+    """Seen by evaluations, of every set of weights; 0 if the run does not say how many samples there are."""
     operations: float
+    """Of both: evaluations are forward passes, a third of the operations of a training step."""
     training_seconds: float
     evaluation_seconds: float
-    """Of held-out samples, if the run says how many there are; else 0. Saving, compiling and preparing data
-    are not counted."""
+    """Saving, compiling and preparing data are not counted."""
 
     @property
     def seconds(self) -> float:
@@ -201,15 +205,20 @@ def estimate(
         activation_checkpointing=run.activation_checkpointing,
         clip=run.clip_norm is not None,
     )
-    step, steps = cost(training), _steps(run, shape, samples)
+    step, last = cost(training), _steps(run, shape, samples)
+    steps = last - _first(run, last)
     tokens = steps * run.batch_size * run.length
+    passes = _passes(run, training, last)
+    evaluated = passes * (run.held_out_samples or 0) * run.length
+    batches = -(-(run.held_out_samples or 0) // training.micro_batch)
     return Estimate(
         cost=step,
         steps=steps,
         tokens=tokens,
-        operations=tokens * shape.operations_per_token,
+        evaluated_tokens=evaluated,
+        operations=(tokens + evaluated / 3) * shape.operations_per_token,
         training_seconds=steps * step.step_seconds,
-        evaluation_seconds=_evaluations(run, training, steps),
+        evaluation_seconds=passes * batches * computing(training).seconds / 3,  # forward alone
     )
 
 
@@ -225,18 +234,25 @@ def _steps(run: Run, shape: Shape, samples: int | None) -> int:
     return max(1, round(tokens / (run.batch_size * run.length)))
 
 
-def _evaluations(run: Run, training: Training, steps: int) -> float:
-    if run.held_out_samples is None:
-        return 0.0
-    times = -(-steps // (run.evaluate_every or max(1, steps // 10)))
-    shows = 2 if training.optimizer.averages else 1
-    views = shows + training.optimizer.passive
-    batches = -(-run.held_out_samples // training.micro_batch)
-    return times * views * batches * computing(training).seconds / 3  # forward alone
+def _first(run: Run, last: int) -> int:
+    """The step that a run goes on from, if it says: RUN@STEP."""
+    step = (run.fork or "").rpartition("@")[2]
+    return min(int(step), last) if "@" in (run.fork or "") and step.isdigit() else 0
+
+
+def _passes(run: Run, training: Training, last: int) -> int:
+    """How often the held-out samples are gone through: by every set of weights, at every look."""
+    every = run.evaluate_every or max(1, last // 10)
+    times = last // every - _first(run, last) // every + (last % every != 0)
+    name = parse_spec(run.optimizer)[0]
+    shows = 2 if training.optimizer.averages or name in ("schedule_free", "schedule_free_plus") else 1
+    return times * (shows + training.optimizer.passive)
 
 
 def _shape_of(run: Run) -> Shape:
-    """Of a GPT of ours, with the vocabulary that its tokenizer will have."""
+    """Of a model of the hub, or of a GPT of ours with the vocabulary that its tokenizer will have."""
+    if run.model in HUB:
+        return replace(HUB[run.model], length=run.length)
     if run.model != "gpt2" and not run.model.startswith("gpt:"):
         raise ConfigError(f"model {run.model!r} does not say how large it is; give its shape")
     name = run.tokenizer

@@ -78,7 +78,7 @@ def layer_activations(training: Training) -> float:
     and without torch.compile also SiLU of the one. Small: statistics of norms, a number a head of attention.
     """
     shape, c = training.shape, training.computing
-    attention = 2 * shape.width + 2 * shape.key_width
+    attention = 2 * shape.query_width + 2 * shape.key_width
     if shape.kind == "gpt":
         mlp, statistics = 2 * shape.inner, 16
     else:

@@ -46,28 +46,44 @@ class Shape:
     positions: int = 0
     """Learned ones."""
     bias: bool = False
+    head: int | None = None
+    """Width of a head; none: the heads share the model's width."""
+    norms: int = 2
+    """Norms of a layer, of the model's width."""
+    head_norms: bool = False
+    """Whether queries and keys have norms of a head's width, too."""
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "layers", "heads", "keys", "inner", "length"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: at least 1")
-        if self.width % self.heads or self.heads % self.keys:
+        if (self.head is None and self.width % self.heads) or self.heads % self.keys:
             raise ConfigError(
                 f"heads {self.heads}, keys {self.keys} and width {self.width} do not fit: heads divide the "
                 "width, and keys the heads"
             )
 
     @property
+    def query_width(self) -> int:
+        """Numbers of all queries of a token."""
+        return self.head_width * self.heads
+
+    @property
     def key_width(self) -> int:
         """Numbers of all keys of a token."""
-        return self.width // self.heads * self.keys
+        return self.head_width * self.keys
+
+    @property
+    def head_width(self) -> int:
+        """Numbers of one head."""
+        return self.head or self.width // self.heads
 
     def products(self) -> tuple[tuple[int, int], ...]:
         """(out, in) of the matrix products of a layer."""
-        w, k, i = self.width, self.key_width, self.inner
+        w, q, k, i = self.width, self.query_width, self.key_width, self.inner
         if self.kind == "gpt":
             return ((3 * w, w), (w, w), (i, w), (w, i))
-        return ((w, w), (k, w), (k, w), (w, w), (i, w), (i, w), (w, i))
+        return ((q, w), (k, w), (k, w), (w, q), (i, w), (i, w), (w, i))
 
     def tensors(self) -> Iterator[Tensor]:
         """All parameters."""
@@ -82,7 +98,9 @@ class Shape:
             if self.bias:
                 yield Tensor(out, 1, layers, True, True)
         norm = 2 if self.bias else 1
-        yield Tensor(width, 1, 2 * norm * layers, True, True)
+        yield Tensor(width, 1, self.norms * norm * layers, True, True)
+        if self.head_norms:
+            yield Tensor(self.head_width, 1, 2 * layers, True, True)
         yield Tensor(width, 1, norm, True, False)
 
     @property
@@ -107,7 +125,7 @@ class Shape:
     @property
     def operations_per_token(self) -> float:
         """Forward and backward, without what activation checkpointing does again."""
-        return operations_of(self.multiplying, self.layers, self.width, self.length)
+        return operations_of(self.multiplying, self.layers, self.query_width, self.length)
 
 
 def _llama(width: int, layers: int, heads: int, keys: int, inner: int, **more: Any) -> Shape:
@@ -123,6 +141,17 @@ SHAPES: dict[str, Shape] = {
     "405b": _llama(16384, 126, 128, 8, 53248),
 }
 """Llama 3.2 1B, Llama 3.1 8B, Llama 2 13B, Llama 3.1 70B and 405B."""
+
+HUB: dict[str, Shape] = {
+    "HuggingFaceTB/SmolLM2-135M": _llama(576, 30, 9, 3, 1536, vocabulary=49152, tied=True),
+    "HuggingFaceTB/SmolLM2-1.7B": _llama(2048, 24, 32, 32, 8192, vocabulary=49152, tied=True),
+    "Qwen/Qwen3-1.7B": _llama(2048, 28, 16, 8, 6144, vocabulary=151936, tied=True, head=128, head_norms=True),
+    # Five of six layers look back 512 tokens only; here all of them look at everything.
+    "google/gemma-3-1b-pt": _llama(
+        1152, 26, 4, 1, 6912, vocabulary=262144, tied=True, head=256, norms=4, head_norms=True
+    ),
+}
+"""Models that the paper fine-tunes, by their names on the hub, from their public configs."""
 
 
 def _spelled(name: str) -> Shape:
@@ -163,17 +192,21 @@ def of_gpt(shape: GPTShape, length: int | None = None) -> Shape:
 
 
 def named(name: str, *, length: int | None = None, vocabulary: int | None = None) -> Shape:
-    """The shape of a preset, of gpt2, of a GPT of ours (gpt:7m), or of a Llama that is spelled out.
+    """The shape of a preset, of a model of the hub that is known, of gpt2, of a GPT of ours (gpt:7m), or of a
+    Llama that is spelled out.
 
     GPTs have their embedding padded as `paceline train` pads it.
 
     >>> named("gpt2").parameters, named("gpt:7m", vocabulary=4096, length=256).parameters
     (124475904, 7432704)
+    >>> named("HuggingFaceTB/SmolLM2-135M").parameters, named("google/gemma-3-1b-pt").parameters
+    (134515008, 999885952)
     >>> named("llama:width=2048,layers=24,heads=16,keys=16,inner=8192,vocabulary=49152,tied=true").parameters
     1711376384
     """
-    if name in SHAPES or name.startswith("llama:"):
-        shape = SHAPES[name] if name in SHAPES else _spelled(name)
+    presets = SHAPES | HUB
+    if name in presets or name.startswith("llama:"):
+        shape = presets[name] if name in presets else _spelled(name)
         return replace(shape, length=length or shape.length, vocabulary=vocabulary or shape.vocabulary)
     if name == "gpt2" or name.startswith("gpt:"):
         usual = (50257, 1024) if name == "gpt2" else (4096, 256)
@@ -182,7 +215,7 @@ def named(name: str, *, length: int | None = None, vocabulary: int | None = None
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return of_gpt(replace(own, vocabulary_multiple=64), length or usual[1])
-    known = [*SHAPES, "gpt2"]
+    known = [*SHAPES, *HUB, "gpt2"]
     raise ConfigError(
         f"model {name[:80]!r} is unknown{nearest(name, known)}; "
         f"there are: {', '.join(known)}, gpt:0.3m … gpt:88m, llama:width=…,layers=…"

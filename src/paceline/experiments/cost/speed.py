@@ -54,7 +54,7 @@ def computing(training: Training) -> Computing:
     rounds = 4 if again else 3  # forward, backward for inputs, backward for weights
     layer = sum(out * into for out, into in shape.products())
     head = shape.vocabulary * shape.width
-    attention = 4.0 * shape.width * shape.length
+    attention = 4.0 * shape.query_width * shape.length
     operations = tokens * (shape.layers * rounds * (2.0 * layer + attention) + 3 * 2.0 * head)
     moved = shape.layers * rounds * sum(_operands(tokens, out, into, c) for out, into in shape.products())
     moved += 3 * _operands(tokens, shape.vocabulary, shape.width, c)

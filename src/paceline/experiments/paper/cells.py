@@ -1,8 +1,7 @@
 """One run of the paper, and what its figures have to know of it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal, final
 
 from paceline.experiments.config import Run, named_averages
@@ -24,7 +23,7 @@ class Cell:
 
     name: str
     run: Run
-    """If it goes on from another cell, its `fork` is NAME@STEP of that one: `placed` makes a path of it."""
+    """If it goes on from another cell, its `fork` is NAME@STEP of that one, which lies beside it."""
     model: str
     """Its row among the models of a scale."""
     method: Method
@@ -43,11 +42,6 @@ class Cell:
             return None
         name, _, step = self.run.fork.rpartition("@")
         return name, int(step)
-
-
-def placed(run: Run, root: Path) -> Run:
-    """The run of a cell, where cells lie in `root`, each in a folder of its name."""
-    return run if run.fork is None else replace(run, fork=str(root / run.fork))
 
 
 # --- Making them ----------------------------------------------------------------------------------------

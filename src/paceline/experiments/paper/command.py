@@ -8,6 +8,9 @@ from pathlib import Path
 
 from paceline.experiments import records
 from paceline.experiments.config import ConfigError
+from paceline.experiments.cost import price as prices
+from paceline.experiments.cost.hardware import HARDWARE, Hardware, hardware_of
+from paceline.experiments.cost.price import Price, together
 from paceline.experiments.paper import lines
 from paceline.experiments.paper.cells import Cell
 from paceline.experiments.paper.labels import EXPERIMENTS, cells, experiment
@@ -16,14 +19,12 @@ from paceline.experiments.paper.results import Book
 from paceline.experiments.paper.scales import SCALES, Scale
 
 Say = Callable[[str], None]
-SPEED = 400e12
-"""Operations a second, for hours: what a large GPU reaches in training, not what is stated for it."""
 
 PAPER_EXAMPLES = """examples:
   paceline paper
-      every figure of the paper by its label: how many runs it needs, and what they cost
+      every figure of the paper by its label: how many runs it needs, and what they cost on an H200
   paceline paper --scale gpu --records runs/gpu
-      the same of models that one GPU trains in minutes, and what is done of it
+      the same of models that one GPU trains in minutes, and what is done of it in the folder of a sweep
   paceline paper fig:135m_grid --scale cpu --records runs/cpu
       the runs of one figure by name, each with whether it is done and which one it goes on from
   paceline paper --scale gpu --records runs/gpu --keep records.jsonl
@@ -35,13 +36,17 @@ Scales have the same sweeps; they differ in model, data and budget:
   cpu     a 0.3M GPT and a tiny chat model for 20 steps: to see that everything works
 
 Labels share runs; a run has one name and is counted once in the total. A run with WSD goes on from the run at
-a constant rate where its decay begins, and needs its checkpoint. Cost: 6 operations a parameter and token."""
+a constant rate where its decay begins, and needs its checkpoint; it costs its own steps. Cost is of what is
+left to do: tokens trained on, operations of training and evaluating, time one after the other on one GPU
+(--hardware), memory of the largest run, by the arithmetic of `paceline cost`.
+
+`paceline sweep LABEL --scale SCALE --out FOLDER` does the runs."""
 
 FIGURES_EXAMPLES = """examples:
   paceline figures fig:pretrain --records records.jsonl --out figures
       the figure as PDF and PNG, from a file of `paceline paper --keep`
   paceline figures all --scale gpu --records runs/gpu
-      every figure at another scale, from the folder of its runs
+      every figure at another scale, from the folder of `paceline sweep all --scale gpu --out runs/gpu`
 
 Below a figure stand the numbers that the paper prints, with ours beside them. Runs that are missing leave a
 gap, and a hollow sign where a tick has none at all; a cross at the top is a run that diverged. Of several
@@ -52,6 +57,7 @@ def add_paper(parser: argparse.ArgumentParser) -> None:
     """Flags of `paceline paper`."""
     parser.add_argument("label", nargs="?", metavar="LABEL", help="the runs of one figure, one by one")
     _add_common(parser)
+    parser.add_argument("--hardware", default="h200", metavar="NAME", help=f"{', '.join(HARDWARE)} [h200]")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is in --records to this file")
 
 
@@ -70,7 +76,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="PATH",
-        help="files with a line a run, or folders of runs",
+        help="folders of sweeps or of runs, or files with a line a run",
     )
 
 
@@ -100,7 +106,7 @@ def draw(options: argparse.Namespace, say: Say) -> int:
 
 def status(options: argparse.Namespace, say: Say) -> int:
     """What is done, and what all of it costs."""
-    scale = SCALES[options.scale]
+    scale, hardware = SCALES[options.scale], hardware_of(options.hardware)
     results = lines.read(options.records)
     if options.keep is not None:
         if not options.records:
@@ -109,23 +115,24 @@ def status(options: argparse.Namespace, say: Say) -> int:
         say(f"{count} runs: {options.keep}")
         return 0
     if options.label is not None:
-        return _one(experiment(options.label).label, scale, results, say)
-    rows: list[tuple[str, ...]] = [("label", "runs", "done", "cost", "verdict")]
-    everything: dict[str, Cell] = {}
+        return _one(experiment(options.label).label, scale, hardware, results, say)
+    rows: list[tuple[str, ...]] = [("label", "runs", "done", *prices.TITLES, "verdict")]
+    everything: set[str] = set()
+    left: dict[str, Price] = {}
     for label in EXPERIMENTS:
         book = Book.of(cells(label, scale), results)
-        own = {cell.name: cell for cell in book.cells}
-        everything |= own
-        done = len(book.names) - len(book.missing)
-        rows.append((label, str(len(own)), str(done), _operations(own.values(), scale), verdict(book, scale)))
-    done = sum(name in results for name in everything)
-    total = (f"all, each run once: scale {scale.name}", str(len(everything)), str(done))
-    rows.append((*total, _operations(everything.values(), scale), ""))
-    for line in _table(rows):
+        own = _left(book, scale, hardware)
+        everything |= book.names
+        left |= own
+        words = together(own.values()).words()
+        rows.append(
+            (label, str(len(book.names)), str(len(book.names) - len(own)), *words, verdict(book, scale))
+        )
+    counts = str(len(everything)), str(len(everything) - len(left))
+    total = together(left.values())
+    rows.append((f"all, each run once: scale {scale.name}", *counts, *total.words(), ""))
+    for line in [*_table(rows), *prices.explained(total, hardware)]:
         say(line)
-    hours = sum(cost(cell, scale) for cell in everything.values()) / SPEED / 3600
-    if hours > 0.1:
-        say(f"all of it: about {hours:,.0f} hours at {SPEED / 1e12:.0f} TFLOP/s")
     return 0
 
 
@@ -138,7 +145,7 @@ def _lines_of(paths: Iterable[Path]) -> list[dict[str, object]]:
     return list(found.values())
 
 
-def _one(label: str, scale: Scale, results: Mapping[str, Result], say: Say) -> int:
+def _one(label: str, scale: Scale, hardware: Hardware, results: Mapping[str, Result], say: Say) -> int:
     book = Book.of(cells(label, scale), results)
     named = {cell.name: cell for cell in book.cells}
     rows: list[tuple[str, ...]] = [("run", "", "goes on from")]
@@ -147,24 +154,22 @@ def _one(label: str, scale: Scale, results: Mapping[str, Result], say: Say) -> i
         rows.append((name, state, "@".join(map(str, cell.after)) if cell.after else ""))
     for line in _table(rows):
         say(line)
-    say(f"{label} at scale {scale.name}: {len(named)} runs, {len(book.missing)} missing, "
-        f"{_operations(named.values(), scale)}")  # fmt: skip
+    say(f"{label} at scale {scale.name}: {len(named)} runs, {len(book.missing)} missing")
+    for line in prices.explained(together(_left(book, scale, hardware).values()), hardware):
+        say(line)
     return 0
 
 
-def cost(cell: Cell, scale: Scale) -> float:
-    """Operations of a run: 6 a parameter and token, from where it goes on from another."""
-    run = cell.run
-    steps = cell.steps - (cell.after[1] if cell.after else 0)
-    return 6 * scale.models[cell.model].parameters * steps * run.batch_size * run.length
+def price(cell: Cell, scale: Scale, hardware: Hardware) -> Price:
+    """What a run costs, from where it goes on from another; of models without a shape, roughly."""
+    found = prices.of_run(cell.run, hardware, scale.models[cell.model].parameters)
+    assert found is not None
+    return found
 
 
-def _operations(found: Iterable[Cell], scale: Scale) -> str:
-    total = sum(cost(cell, scale) for cell in found)
-    for size, word in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
-        if total >= size:
-            return f"{total / size:,.3g} {word}" if total < 1e3 * size else f"{total / size:,.0f} {word}"
-    return f"{total:.0f} FLOP"
+def _left(book: Book, scale: Scale, hardware: Hardware) -> dict[str, Price]:
+    """What the missing runs cost, by name."""
+    return {cell.name: price(cell, scale, hardware) for cell in book.cells if cell.name in book.missing}
 
 
 def verdict(book: Book, scale: Scale) -> str:
@@ -185,7 +190,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
-            f"{word:>{width}}" if word[:1].isdigit() else f"{word:<{width}}"
+            f"{word:>{width}}" if word[:1].isdigit() or word == "?" else f"{word:<{width}}"
             for word, width in zip(row, widths, strict=True)
         ).rstrip()
         for row in rows

@@ -216,7 +216,8 @@ def cells(label: str, scale: Scale) -> tuple[Cell, ...]:
 
 
 def runs(label: str, scale: Scale) -> dict[str, Run]:
-    """The runs to do, by name, in an order in which they can be done; see `cells.placed` for forks."""
+    """The runs to do, by name, in an order in which they can be done: each in a folder of its name beside the
+    others, where those that go on from another look for it."""
     return {cell.name: cell.run for cell in cells(label, scale)}
 
 

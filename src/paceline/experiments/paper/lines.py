@@ -97,7 +97,8 @@ def _mean(part: list[tuple[int, float | None]]) -> list[Any]:
 
 
 def lines_in(root: Path) -> Iterator[dict[str, Any]]:
-    """Those of all ended runs in a folder of runs, by name."""
+    """Those of all ended runs in a folder of runs, or in that of a sweep, by name."""
+    root = root / "cells" if (root / "cells").is_dir() else root
     for folder in sorted(root.iterdir()):
         if folder.is_dir() and is_ended(folder):
             yield line_of(folder)

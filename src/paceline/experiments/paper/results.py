@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any, final
@@ -57,6 +57,9 @@ class Book:
         }
         names = {cell.name for cell in cells} - odd.keys()
         kept = {name: result for name, result in results.items() if name in names}
+        for cell in cells:
+            if cell.name not in results and (before := _diverged_before(cell, kept)) is not None:
+                kept[cell.name] = before
         return Book(cells=cells, results=kept, odd=tuple(odd.values()))
 
     @property
@@ -133,6 +136,16 @@ class Book:
             return None, 0.0
         finite = all(map(math.isfinite, losses))
         return fmean(losses), stdev(losses) if len(losses) > 1 and finite else 0.0
+
+
+def _diverged_before(cell: Cell, results: Mapping[str, Result]) -> Result | None:
+    """What a branch that was never begun would have come to: the run that it goes on from diverged before it
+    came there, and until there the two are one."""
+    before = results.get(cell.after[0]) if cell.after is not None else None
+    if cell.after is None or before is None or not before.diverged:
+        return None
+    last = max((series[-1][0] for series in (before.train, before.evaluations) if series), default=0)
+    return replace(before, name=cell.name) if last <= cell.after[1] else None
 
 
 def at(curve: Curve, x: float) -> float | None:

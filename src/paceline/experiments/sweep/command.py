@@ -1,4 +1,4 @@
-"""`paceline sweep`: flags, the runs they ask for, and what is shown."""
+"""`paceline sweep`: flags or labels of the paper, the runs they ask for, and what is shown."""
 
 import argparse
 import os
@@ -9,8 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.experiments.config import ConfigError, Run
+from paceline.experiments.config import ConfigError, Run, name_of
+from paceline.experiments.cost import price as prices
+from paceline.experiments.cost.hardware import HARDWARE, Hardware, hardware_of
+from paceline.experiments.paper import lines
+from paceline.experiments.paper.command import verdict
+from paceline.experiments.paper.labels import cells as cells_of_label
+from paceline.experiments.paper.results import Book
 from paceline.experiments.sweep import cells as described
+from paceline.experiments.sweep import labels
+from paceline.experiments.sweep.labels import Labelled
 
 if TYPE_CHECKING:
     from paceline.experiments.pool import Cell
@@ -24,6 +32,13 @@ EXAMPLES = """examples:
       27 runs: all combinations of three rates, three optimizers and three seeds
   paceline sweep --out sweeps/mine --config mine.toml --jobs 4 --dry-run
       what a file describes, as a list; without --dry-run it is run, four at once
+  paceline sweep fig:135m_grid --scale gpu --out runs/gpu --dry-run
+      the runs of a figure of the paper (`paceline paper` has the labels); without --dry-run they are run
+  paceline sweep fig:bema_sf fig:pretrain --scale gpu --out runs/gpu --chat smoltalk.jsonl.zst \
+      --text wiki/ --text-held-out wiki-test.txt --base-model SmolLM2-135M=models/smollm2
+      two figures, with data and model from this machine instead of the hub; runs that both need are done once
+  paceline sweep all --scale paper --out /shared/paper --engine ray
+      everything in the paper, on a cluster; then: paceline figures all --records /shared/paper
 
 A file has the settings of `paceline train` and, besides, what is swept:
   model = "gpt:1m"
@@ -45,6 +60,7 @@ AT_ONCE = 4
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its own flags; those of a run are added by the caller."""
+    labels.add(parser)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the folder of the sweep")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings, seeds, grid and cells in TOML")
     parser.add_argument(
@@ -56,7 +72,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a setting and its values; more of them: all combinations",
     )
     parser.add_argument("--seeds", nargs="+", metavar="N", help="run each combination with each of these")
-    parser.add_argument("--dry-run", action="store_true", help="list the cells, and run nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the cells with what they cost, and run nothing"
+    )
+    parser.add_argument(
+        "--hardware", default="h200", metavar="NAME", help=f"for --dry-run: {', '.join(HARDWARE)} [h200]"
+    )
     parser.add_argument(
         "--jobs", metavar="N", help="cells at once [a GPU each; without one, a core each, at most 4]"
     )
@@ -94,23 +115,39 @@ def sweep_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> descri
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn: Say) -> int:
     """Do it; 1 if a cell could not be done."""
-    runs = described.runs_of(sweep_of(options, settings))
+    wanted = labels.labelled(options, settings) if options.labels else None
+    if wanted is None:
+        labels.refuse_flags(options)
+        named = {name_of(run): run for run in described.runs_of(sweep_of(options, settings))}
+    else:
+        named = dict(wanted.runs)
+        labels.refuse_other_runs(named, options.out / "cells")
+    runs = list(named.values())
     margin = None if options.stop_diverged == "off" else _positive("--stop-diverged", options.stop_diverged)
     heart = _positive("--heart-seconds", options.heart_seconds)
+    hardware = hardware_of(options.hardware)
     engine = _engine(options, runs)  # what is wrong with a flag shows before torch is imported
     from paceline.experiments import live
     from paceline.experiments.methods import check_methods
     from paceline.experiments.sweep.conduct import Swept, cells_of, sweep
 
-    for method in {(r.optimizer, r.schedule, r.averages, r.telemetry_every): r for r in runs}.values():
-        check_methods(method)
-    cells = cells_of(runs, options.out, margin)
+    if wanted is None:  # those of labels are known to be right, and this takes seconds
+        for method in {(r.optimizer, r.schedule, r.averages, r.telemetry_every): r for r in runs}.values():
+            check_methods(method)
+    cells = cells_of(named, options.out, margin)
     if options.dry_run:
-        return _list(cells, say)
-    rows = _rows(cells)
+        return _list(cells, wanted, hardware, say)
+    rows = _rows(cells, wanted is not None)
     say(rows.counts())
     ended: Swept | None = None
-    events = sweep(cells, options.out, engine(), heart_seconds=heart, keep_models=options.keep_models)
+    events = sweep(
+        cells,
+        options.out,
+        engine(),
+        heart_seconds=heart,
+        keep_models=options.keep_models,
+        later=cells_of(wanted.later, options.out, margin) if wanted else (),
+    )
     with live.shown(rows) as screen:
         for event in events:
             if isinstance(event, Swept):
@@ -118,7 +155,14 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
             else:
                 screen.take(event)
     assert ended is not None
-    return _show(ended, options.out, say, warn)
+    if wanted is None:
+        _show(ended, say)
+    else:
+        _show_labels(wanted, options, say)
+    say(f"results: {options.out / 'results.jsonl'}")
+    for text in ended.failed:
+        warn(text)
+    return 1 if ended.failed else 0
 
 
 def _engine(options: argparse.Namespace, runs: list[Run]) -> "Callable[[], Engine]":
@@ -164,59 +208,72 @@ def _ray(address: str | None, jobs: int | None, cpus: int | None, gpus: float | 
 # --- What is shown ------------------------------------------------------------------------------------
 
 
-def _rows(cells: "tuple[Cell, ...]") -> Any:
+def _rows(cells: "tuple[Cell, ...]", by_name: bool) -> Any:
+    """What a cell is called: by the settings in which not all are alike, or by a name that says them."""
     from paceline.experiments.live import Rows
 
     settings = described.differing([cell.run for cell in cells])
-    if not settings[0]:
+    if by_name or not settings[0]:
         return Rows(cells, ("cell",), [(cell.folder.name,) for cell in cells])
     labels = [[described.text(value) for value in of_one.values()] for of_one in settings]
     return Rows(cells, tuple(settings[0]), labels)
 
 
-def _list(cells: "tuple[Cell, ...]", say: Say) -> int:
-    """Every cell, and what it takes, where that is known without its data."""
+def _list(cells: "tuple[Cell, ...]", wanted: Labelled | None, hardware: Hardware, say: Say) -> int:
+    """Every cell, and what is left to do costs, where that is known without its data."""
     from paceline.experiments.live import as_text
     from paceline.experiments.report.content import Table
     from paceline.experiments.run import is_finished
 
     settings = described.differing([cell.run for cell in cells])
+    if wanted is not None:
+        settings = [{"goes on from": cell.run.fork or ""} for cell in cells]
     names = tuple(settings[0])
-    sizes = [_size(cell.run) for cell in cells]
+    done = [is_finished(cell.folder) for cell in cells]
+    costs = [
+        wanted.price(cell.folder.name, hardware) if wanted else prices.of_run(cell.run, hardware)
+        for cell in cells
+    ]
     rows = tuple(
         (
             cell.folder.name,
             *(described.text(value) for value in of_one.values()),
-            *(f"{number:,}" if isinstance(number, int) else number for number in size),
-            "done" if is_finished(cell.folder) else "",
+            *_size(cell.run),
+            *(("?", "?", "?") if cost is None else cost.words()[1:]),
+            "done" if is_done else "",
         )
-        for cell, of_one, size in zip(cells, settings, sizes, strict=True)
+        for cell, of_one, cost, is_done in zip(cells, settings, costs, done, strict=True)
     )
-    columns = ("cell", *names, "steps", "tokens", "")
-    numeric = (False, *(False for _ in names), True, True, False)
+    columns = ("cell", *names, "steps", "tokens", *prices.TITLES[1:], "")
+    numeric = (False, *(False for _ in names), True, True, True, True, True, False)
     for line in as_text(
         Table(key="cells", title="Cells", columns=columns, rows=rows, numeric=numeric)
     ).splitlines():
         say(line)
-    known = [size for size in sizes if isinstance(size[0], int) and isinstance(size[1], int)]
-    total = "" if len(known) < len(cells) else f", {sum(int(size[1]) for size in known):,} tokens"
-    say(f"{len(cells)} cells{total}, {sum(is_finished(cell.folder) for cell in cells)} done")
+    say(f"{len(cells)} cells, {sum(done)} done")
+    left = [cost for cost, is_done in zip(costs, done, strict=True) if not is_done]
+    known = [cost for cost in left if cost is not None]
+    if left and len(known) == len(left):
+        for line in prices.explained(prices.together(known), hardware):
+            say(line)
     return 0
 
 
-def _size(run: Run) -> tuple[int | str, int | str]:
-    """Steps and tokens; of a budget that depends on data or model, that budget."""
+def _size(run: Run) -> tuple[str, str]:
+    """Steps and tokens that are its own; of a budget that depends on data or model, that budget."""
     from paceline.experiments.build import steps_of
 
     if run.epochs is not None:
         return f"{run.epochs:g} epochs", "?"
     if run.chinchilla is not None:
         return f"{run.chinchilla:g} chinchilla", "?"
-    steps = steps_of(run, 0, 0)
-    return steps, steps * run.batch_size * run.length
+    _, at, step = (run.fork or "").rpartition("@")
+    steps = steps_of(run, 0, 0) - (int(step) if at and step.isdigit() else 0)
+    return f"{steps:,}", f"{steps * run.batch_size * run.length:,}"
 
 
-def _show(ended: "Swept", folder: Path, say: Say, warn: Say) -> int:
+def _show(ended: "Swept", say: Say) -> None:
+    """A table, best first."""
     from paceline.experiments.live import as_text
     from paceline.experiments.sweep.results import table_of
 
@@ -225,10 +282,24 @@ def _show(ended: "Swept", folder: Path, say: Say, warn: Say) -> int:
     say(f"{table.title}. {table.caption}")
     for line in as_text(table).splitlines():
         say(line)
-    say(f"results: {folder / 'results.jsonl'}")
-    for text in ended.failed:
-        warn(text)
-    return 1 if ended.failed else 0
+
+
+def _show_labels(wanted: Labelled, options: argparse.Namespace, say: Say) -> None:
+    """What is there of each label now, and how to see it."""
+    folder = options.out
+    results = lines.read([folder])
+    say("")
+    for label in wanted.labels:
+        book = Book.of(cells_of_label(label, wanted.scale), results)
+        said = f"{label}: {len(book.names) - len(book.missing)} of {len(book.names)} runs done"
+        found = verdict(book, wanted.scale)
+        say(f"{said}; {found}" if found else said)
+    kept = [path for name in wanted.runs for path in (folder / "cells" / name / "checkpoints").glob("step-*")]
+    if kept and not options.keep_models:
+        size = sum(file.stat().st_size for path in kept for file in path.rglob("*") if file.is_file())
+        say(f"checkpoints that stay, for runs that go on from them: {len(kept)}, {size / 1e9:,.1f} GB")
+    name = wanted.labels[0] if len(wanted.labels) == 1 else "all"
+    say(f"figures: paceline figures {name} --scale {wanted.scale.name} --records {folder}")
 
 
 # --- Numbers ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from paceline.experiments.config import mark_of, returned_of
 from paceline.experiments.pool import Cell
 from paceline.experiments.report.content import Table
 from paceline.experiments.report.results import read_run
-from paceline.experiments.run import is_finished
+from paceline.experiments.run import end_of, has_checkpoint, is_finished
 from paceline.experiments.sweep.cells import differing, text
 from paceline.experiments.sweep.claims import Claims
 from paceline.lm.files import write_atomically
@@ -43,7 +43,9 @@ class Results:
             if cell.folder in self._finished:
                 lines.append(self._finished[cell.folder])
             elif (state := claims.state(cell.folder.name)).how == "failed":
-                lines.append(_failed(cell, settings, state.text))
+                lines.append(_without_run(cell, settings, "failed", state.text))
+            elif (text := diverged_before(cell)) is not None:
+                lines.append(_without_run(cell, settings, "diverged", text))
         _write(self._folder / "results.jsonl", [line.result for line in lines])
         _write(self._folder / "timing.jsonl", [line.timing for line in lines])
         return lines
@@ -66,9 +68,23 @@ def _finished(cell: Cell, settings: dict[str, Any]) -> Line:
     return Line(result=result, timing=timing)
 
 
-def _failed(cell: Cell, settings: dict[str, Any], why: str) -> Line:
+def _without_run(cell: Cell, settings: dict[str, Any], outcome: str, why: str) -> Line:
     timing = {"cell": cell.folder.name, "seconds": None, "tokens_per_second": None, "text": why}
-    return Line(result=_head(cell, settings, "failed") | {"step": None, "losses": {}}, timing=timing)
+    return Line(result=_head(cell, settings, outcome) | {"step": None, "losses": {}}, timing=timing)
+
+
+def diverged_before(cell: Cell) -> str | None:
+    """Why a branch is not done: what it goes on from diverged before it came there. None: it did not.
+
+    Done from its first step, the branch would have diverged at the same one: until there the two are one run.
+    """
+    if cell.after is None or is_finished(cell.folder):
+        return None
+    folder, step = cell.after
+    end = end_of(folder)
+    if end is None or end["outcome"] != "diverged" or end["step"] > step or has_checkpoint(folder, step):
+        return None
+    return f"not done: {folder.name}, which it goes on from after step {step}, diverged after {end['step']}"
 
 
 def _head(cell: Cell, settings: dict[str, Any], outcome: str) -> dict[str, Any]:
