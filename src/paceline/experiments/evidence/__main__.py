@@ -11,9 +11,7 @@ examples:
 """
 
 import argparse
-import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +72,9 @@ def _run(given: argparse.Namespace) -> int:
     text |= {"tokenizer": given.tokenizer} if given.tokenizer else {}
     chat |= {"model": given.base_model} if given.base_model else {}
     room = placed(ROOMS[given.room], text=_given(text), chat=_given(chat))
-    engine = partial(_engine, given.jobs)
     try:
         failed = work(
-            given.studies or STUDIES, room, given.out, given.records, given.keep, engine,
+            given.studies or STUDIES, room, given.out, given.records, given.keep, given.jobs,
             lambda said: print(said, flush=True),
         )  # fmt: skip
     except Interrupted as stop:
@@ -88,17 +85,6 @@ def _run(given: argparse.Namespace) -> int:
 
 def _given(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value}
-
-
-def _engine(jobs: int, runs: int) -> Any:
-    import torch
-
-    from paceline.experiments import pool
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    at_once = min(jobs, runs)
-    gpus = [str(number) for number in range(torch.cuda.device_count())]
-    return partial(pool.run_all, jobs=at_once, threads=max(1, cores // at_once), gpus=gpus)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ POWERS = (0.3, 0.5, 0.6, 0.7, 0.8)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What is trained: settings of `Run` for each of the three tasks, and rates around the best."""
+    """What is trained: settings of `Run` for each of the three tasks."""
 
     name: str
     pretraining: Mapping[str, Any]
@@ -72,13 +72,21 @@ class Trial:
 GPU = Room(
     name="gpu",
     pretraining={"model": "gpt:7m", "tokenizer": "bpe:4096", "length": 256, "batch_size": 64, "steps": 4000}
-    | {"warmup": 400, "compile": True, "precision": "bfloat16", "held_out_samples": 768},
+    | {
+        "warmup": 400,
+        "compile": True,
+        "precision": "bfloat16",
+        "held_out_samples": 768,
+        "evaluate_every": 500,
+    },
     tuning={"task": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "length": 1024, "batch_size": 16}
-    | {"steps": 300, "warmup": 30, "precision": "bfloat16", "held_out_samples": 256},
+    | {"steps": 300, "warmup": 30, "precision": "bfloat16", "held_out_samples": 128, "evaluate_every": 75},
     gpt2={"model": "gpt2", "tokenizer": "gpt2", "length": 1024, "batch_size": 128, "micro_batch_size": 32}
-    | {"steps": 2000, "warmup": 200, "compile": True, "precision": "bfloat16", "held_out_samples": 256},
+    | {"steps": 2000, "warmup": 200, "compile": True, "precision": "bfloat16", "held_out_samples": 256}
+    | {"evaluate_every": 250},
 )
 _TINY = {"length": 32, "batch_size": 4, "steps": 40, "warmup": 4, "held_out_samples": 8, "device": "cpu"}
+_TINY |= {"evaluate_every": 10}
 CPU = Room(
     name="cpu",
     pretraining={"model": "gpt:0.3m", "tokenizer": "bpe:512", **_TINY},
@@ -171,6 +179,7 @@ def trial(
             "batch_size": settings["batch_size"] * batch,
             # Of a larger batch the same share of the run, in fewer steps.
             "warmup": settings["warmup"] // batch,
+            "evaluate_every": max(1, settings["evaluate_every"] // batch),
         },
         optimizer=optimizer,
         averages=tuple(f"power:{power:g}" for power in POWERS) if method != FREE else (),
@@ -178,7 +187,6 @@ def trial(
         schedule=f"wsd:decay={DECAY}" if schedule == "wsd" else schedule,
         clip_norm=None if method == FREE else 1.0,  # its authors do not clip
         seed=seed,
-        evaluate_every=max(1, whole // 5),
         checkpoint_every=max(1, whole // 2),
         keep=1,
         telemetry_every=max(1, whole // 20) if method in (PACE, DEFAULT) else None,

@@ -9,7 +9,8 @@ from paceline.experiments.evidence.studies import STUDIES, Room, Trial, branches
 from paceline.experiments.live import Rows, shown
 from paceline.experiments.paper import lines
 from paceline.experiments.paper.lines import Result
-from paceline.experiments.sweep.conduct import Engine, Swept, cells_of, sweep
+from paceline.experiments.sweep.command import local_engine
+from paceline.experiments.sweep.conduct import Swept, cells_of, sweep
 
 Say = Callable[[str], None]
 MARGIN = 1.0
@@ -22,7 +23,7 @@ def work(
     out: Path,
     records: Iterable[Path],
     keep: Path,
-    engine: Callable[[int], Engine],
+    jobs: int,
     say: Say,
 ) -> list[str]:
     """Do studies one after the other: what one chooses from, another may have found. Why runs failed.
@@ -30,7 +31,7 @@ def work(
     Arguments:
         records: files with results of earlier days, whose runs are not done again.
         keep: a file that gets a line for each run that is done here, as soon as it is.
-        engine: makes the engine, for so many runs.
+        jobs: runs at once.
     """
     known, failed = lines.read(records), []
     done = _Lines(out / "cells", keep)
@@ -41,7 +42,7 @@ def work(
         say(f"{name}: {len(wanted)} of {len(trials)} runs to do")
         if not wanted:
             continue
-        failed += _swept(wanted, [one for one in later if one.name not in wanted], out, engine, done, say)
+        failed += _swept(wanted, [one for one in later if one.name not in wanted], out, jobs, done, say)
     return failed
 
 
@@ -58,7 +59,7 @@ def _swept(
     wanted: Mapping[str, Trial],
     later: list[Trial],
     out: Path,
-    engine: Callable[[int], Engine],
+    jobs: int,
     done: "_Lines",
     say: Say,
 ) -> list[str]:
@@ -67,7 +68,8 @@ def _swept(
     rows = Rows(cells, ("run",), [(cell.folder.name,) for cell in cells])
     say(rows.counts())
     failed: tuple[str, ...] = ()
-    events = sweep(cells, out, engine(len(cells)), heart_seconds=60, keep_models=False, later=waiting)
+    engine = local_engine([cell.run for cell in cells], jobs)
+    events = sweep(cells, out, engine, heart_seconds=60, keep_models=False, later=waiting)
     with shown(rows) as screen:
         for event in events:
             if isinstance(event, Swept):

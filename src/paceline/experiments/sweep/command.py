@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -137,13 +137,14 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
     cells = cells_of(named, options.out, margin)
     if options.dry_run:
         return _list(cells, wanted, hardware, say)
+    made = engine()  # a cluster that is not there is said before anything else
     rows = _rows(cells, wanted is not None)
     say(rows.counts())
     ended: Swept | None = None
     events = sweep(
         cells,
         options.out,
-        engine(),
+        made,
         heart_seconds=heart,
         keep_models=options.keep_models,
         later=cells_of(wanted.later, options.out, margin) if wanted else (),
@@ -173,13 +174,14 @@ def _engine(options: argparse.Namespace, runs: list[Run]) -> "Callable[[], Engin
         for flag, given in (("--ray-address", options.ray_address), ("--gpus-per-cell", gpus)):
             if given is not None:
                 raise ConfigError(f"{flag} is for --engine ray; here --jobs says how many share a GPU")
-        return partial(_local, runs, jobs, cpus)
+        return partial(local_engine, runs, jobs, cpus)
     if gpus is not None and (gpus < 0 or (gpus > 1 and gpus != int(gpus))):
         raise ConfigError(f"--gpus-per-cell is {gpus:g}; allowed: 0 to 1, or a whole number")
     return partial(_ray, options.ray_address, jobs, cpus, gpus)
 
 
-def _local(runs: list[Run], jobs: int | None, threads: int | None) -> "Engine":
+def local_engine(runs: Sequence[Run], jobs: int | None = None, threads: int | None = None) -> "Engine":
+    """Processes of this machine, so many at once, with so many threads each; None: what suits it."""
     import torch
 
     from paceline.experiments import pool

@@ -1,0 +1,51 @@
+"""The command, as it is called on a machine with a GPU, on a small one."""
+
+import json
+
+import pytest
+from tiny import write_text
+
+from paceline.experiments.evidence.__main__ import main
+from paceline.experiments.evidence.studies import CPU, gpt2
+
+
+@pytest.mark.slow
+def test_a_study_from_its_runs_to_its_table_and_what_records_have_is_not_done_again(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    text = str(write_text(tmp_path / "text.txt", paragraphs=300))
+    words = ["run", "gpt2", "--room", "cpu", "--text", text, "--jobs", "2"]
+    kept, more = tmp_path / "kept.jsonl", tmp_path / "more.jsonl"
+    assert main([*words, "--out", str(tmp_path / "runs"), "--keep", str(kept)]) == 0
+    lines = {line["name"]: line for line in map(json.loads, kept.read_text().splitlines())}
+    assert lines.keys() == {one.name for one in gpt2(CPU)}
+    assert not list((tmp_path / "runs").glob("cells/*/checkpoints/*")), "nothing goes on from them any more"
+
+    # Another day: a branch and a run are missing, and the branch needs the run that it goes on from.
+    branch, alone = (
+        "gpt2_adamw-b0.9-0.999-w0.01_lr0.002_wsd_20_s1",
+        "gpt2_pace-b0.9-0.999-w0.01_lr0.002_constant_20_s1",
+    )
+    kept.write_text(
+        "".join(json.dumps(line) + "\n" for name, line in lines.items() if name not in (branch, alone))
+    )
+    capsys.readouterr()
+    again = [*words, "--records", str(kept), "--out", str(tmp_path / "other"), "--keep", str(more)]
+    assert main(again) == 0
+    assert "gpt2: 3 of 6 runs to do" in capsys.readouterr().out
+    done = {line["name"]: line for line in map(json.loads, more.read_text().splitlines())}
+    assert done.keys() == {branch, branch.replace("wsd", "constant"), alone}
+    assert all(done[name]["evaluations"] == lines[name]["evaluations"] for name in done)
+
+    assert main(["tables", "gpt2", "basin", "--room", "cpu", "--records", str(kept), str(more)]) == 0
+    said = capsys.readouterr().out
+    live = lines[branch]["evaluations"][-1][1]["live"]
+    assert f"| AdamW, wsd | {live:.3f} |" in said and said.count("\n| ") == 8
+    assert "settings are chosen from runs of which 36 are not done" in said
+
+
+def test_an_unknown_study_is_said(capsys):
+    with pytest.raises(SystemExit):
+        main(["tables", "basins"])
+    assert "there is no study 'basins'" in capsys.readouterr().err
