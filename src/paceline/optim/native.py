@@ -6,13 +6,8 @@ threads. Equal to `pace_step_` to a few units in the last place, on weights and 
 """
 
 import ctypes
-import hashlib
 import math
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -21,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.cache import cache_folder
+from paceline.optim.building import built
 from paceline.optim.members import Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
@@ -72,30 +67,7 @@ def _library() -> Any:
 
 def _built() -> Path:
     """The shared library, built if it is not there yet."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    about = (" ".join(FLAGS), platform.platform(), str(compiler))
-    key = hashlib.sha256("\0".join((SOURCE.read_text(), *about)).encode()).hexdigest()[:16]
-    folder = cache_folder() / "native"
-    library = folder / f"step-{key}.so"
-    if library.exists():
-        return library
-    if compiler is None:
-        raise RuntimeError(
-            "needs a small function in C, and there is no compiler to build it: neither cc, gcc nor clang, "
-            "and CC is not set"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as room:
-        made = Path(room) / library.name
-        command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        if ran.returncode != 0:
-            raise RuntimeError(
-                f"needs {SOURCE.name}, which {compiler} could not build; CC names another compiler. It said: "
-                f"{ran.stderr.strip()[-500:]}"
-            )
-        made.replace(library)  # whole or not there, also for a process that builds it at the same time
-    return library
+    return built(SOURCE, "step", FLAGS)
 
 
 # --- The step ---------------------------------------------------------------------------------------
@@ -182,9 +154,10 @@ class _Arrays:
         self._count, self._elements = len(places), sum(elements)
         self._sums = array("d", bytes(8 * sum(-(-n // BLOCK) for n in elements)))
 
-    def set_gradients(self, addresses: list[int]) -> None:
+    def set_gradients(self, addresses: "array[int]") -> None:
         """Where they are at this step; those of all members."""
-        self._tensors[1::7] = array("q", [addresses[i] for i in self.places])
+        whole = len(addresses) == len(self.places)
+        self._tensors[1::7] = addresses if whole else array("q", [addresses[i] for i in self.places])
 
     def versions(self) -> list[int]:
         """By which to see that nobody else changed a second moment; of native.c torch does not know."""
