@@ -397,8 +397,8 @@ RULE = [
     Mutant(
         "rule-shares-unrounded",
         "rule.py",
-        "else torch.tensor(1 - rate, dtype=dtype).item()",
-        "else 1 - rate",
+        "keep = ctypes.c_float(1 - rate).value",
+        "keep = 1 - rate",
         (_CONSTANT,),
     ),
     Mutant(
@@ -991,8 +991,8 @@ STATE = [
     Mutant(
         "members-whatever-settings",
         "members.py",
-        "if settings != self._settings or len(params)",
-        "if len(params)",
+        "if settings != self._settings:",
+        "if False:",
         (_FITS,),
     ),
     Mutant(
@@ -1005,8 +1005,8 @@ STATE = [
     Mutant(
         "members-whatever-states",
         "members.py",
-        " or not all(map(is_, states.values(), self._states)):",
-        ":",
+        "return len(states) == len(before) and all(map(is_, states.values(), before))",
+        "return len(states) == len(before)",
         (_FITS,),
     ),
     Mutant(
@@ -1134,21 +1134,21 @@ PACE = [
     Mutant(
         "fused-sums-of-other-moments",
         "fused.py",
-        "if anew or self._versions is None or self._versions != self._versions_now():",
+        "if anew or self._versions is None or self._versions != self._found:",
         "if anew or self._versions is None:",
         (f"{_FUSED}::test_sums_of_second_moments_are_of_the_moments_as_they_are",),
     ),
     Mutant(
         "fused-sums-of-no-step",
         "fused.py",
-        "self._versions = self._versions_now() if sums else None",
-        "self._versions = self._versions_now()",
+        "(self._found or self._versions_now()) if sums else None, None",
+        "self._found or self._versions_now(), None",
         (f"{_FUSED}::test_sums_of_second_moments_are_of_the_moments_as_they_are",),
     ),
     Mutant(
         "native-sums-of-other-moments",
         "native.py",
-        "if self.added_up is None or self.added_up != self.versions():",
+        "if self.added_up is None or self.added_up != self.found:",
         "if self.added_up is None:",
         ("tests/optim/test_native.py",),
     ),

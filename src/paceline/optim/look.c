@@ -67,11 +67,12 @@ static int kind_of(Handle tensor, PyObject *object, int32_t layout, Kind *kind)
 static int is_of_kind(Handle tensor, PyObject *object, const Kind *kind)
 {
     Kind now;
-    size_t bytes = (size_t)kind->dim * sizeof(int64_t);
-    return kind_of(tensor, object, kind->layout, &now) && now.type == kind->type && now.dtype == kind->dtype &&
-           now.device_type == kind->device_type && now.device_index == kind->device_index &&
-           now.dim == kind->dim && !memcmp(now.sizes, kind->sizes, bytes) &&
-           !memcmp(now.strides, kind->strides, bytes);
+    if (!kind_of(tensor, object, kind->layout, &now) || now.type != kind->type || now.dtype != kind->dtype ||
+        now.device_type != kind->device_type || now.device_index != kind->device_index || now.dim != kind->dim)
+        return 0;
+    for (int64_t i = 0; i < kind->dim; i++)
+        if (now.sizes[i] != kind->sizes[i] || now.strides[i] != kind->strides[i]) return 0;
+    return 1;
 }
 
 static int is_empty(const Kind *kind)
@@ -91,6 +92,8 @@ typedef struct {
      * may hang an optimizer on a parameter, and Python could not see that they keep each other alive. */
     Handle *handles;
     void **kept_at;
+    Py_ssize_t states;
+    uint64_t *versions; /* of the dictionaries that they are entries of, when they were last walked through */
 } Memory;
 
 static const char NAME[] = "paceline.Memory";
@@ -108,6 +111,7 @@ static void forget(Memory *memory)
     PyMem_Free(memory->at);
     PyMem_Free(memory->handles);
     PyMem_Free(memory->kept_at);
+    PyMem_Free(memory->versions);
     PyMem_Free(memory);
 }
 
@@ -149,25 +153,29 @@ static int keep_all(Memory *memory, PyObject *parameters, PyObject *grads, PyObj
     return 1;
 }
 
-/* remember(parameters, grads, entries): all lists. None if not all tensors of them are plain. */
+/* remember(parameters, grads, states, entries): all lists. None if not all tensors of them are plain. */
 static PyObject *remember(PyObject *self, PyObject *const *lists, Py_ssize_t count)
 {
     (void)self;
-    if (count != 3 || !PyList_Check(lists[0]) || !PyList_Check(lists[1]) || !PyList_Check(lists[2]) ||
-        PyList_GET_SIZE(lists[0]) != PyList_GET_SIZE(lists[1]))
-        return PyErr_Format(PyExc_TypeError, "remember takes three lists");
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!PyList_Check(lists[i])) count = 0;
+    if (count != 4 || PyList_GET_SIZE(lists[0]) != PyList_GET_SIZE(lists[1]))
+        return PyErr_Format(PyExc_TypeError, "remember takes four lists");
     Memory *memory = PyMem_Calloc(1, sizeof(Memory));
     if (!memory) return PyErr_NoMemory();
-    size_t parameters = (size_t)PyList_GET_SIZE(lists[0]), kept = (size_t)PyList_GET_SIZE(lists[2]);
+    size_t parameters = (size_t)PyList_GET_SIZE(lists[0]), states = (size_t)PyList_GET_SIZE(lists[2]);
+    size_t kept = (size_t)PyList_GET_SIZE(lists[3]);
     memory->parameters = (Py_ssize_t)parameters;
+    memory->states = (Py_ssize_t)states;
     memory->kept = (Py_ssize_t)kept;
     memory->own = PyMem_Calloc(parameters + 1, sizeof(Kind));
     memory->grads = PyMem_Calloc(parameters + 1, sizeof(Kind));
     memory->at = PyMem_Calloc(parameters + 1, sizeof(void *));
     memory->handles = PyMem_Calloc(kept + 1, sizeof(Handle));
     memory->kept_at = PyMem_Calloc(kept + 1, sizeof(void *));
+    memory->versions = PyMem_Calloc(states + 1, sizeof(uint64_t));
     int done = memory->own && memory->grads && memory->at && memory->handles && memory->kept_at &&
-               keep_all(memory, lists[0], lists[1], lists[2]);
+               memory->versions && keep_all(memory, lists[0], lists[1], lists[3]);
     leave();
     PyObject *capsule = done ? PyCapsule_New(memory, NAME, forget_capsule) : NULL;
     if (!capsule) forget(memory);
@@ -185,23 +193,50 @@ static int are_same(PyObject *some, PyObject *others)
     return 1;
 }
 
-/* Whether the states have the entries that they had, which are where they were. */
-static int are_kept(const Memory *memory, PyObject *states, PyObject *entries)
+/* A number that another content of a dictionary does not have; 0: not known. Python 3.14 has none. */
+static uint64_t version_of(PyObject *dictionary)
+{
+#if PY_VERSION_HEX < 0x030E0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    return PyDict_Check(dictionary) ? ((PyDictObject *)dictionary)->ma_version_tag : 0;
+#pragma GCC diagnostic pop
+#else
+    (void)dictionary;
+    return 0;
+#endif
+}
+
+/* Whether the states have the entries that they had. */
+static int have_entries(Memory *memory, PyObject *states, PyObject *entries)
 {
     Py_ssize_t seen = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(states); i++) {
-        PyObject *key, *entry;
+    if (PyList_GET_SIZE(states) != memory->states) return 0;
+    for (Py_ssize_t i = 0; i < memory->states; i++) {
+        PyObject *state = PyList_GET_ITEM(states, i), *key, *entry;
+        uint64_t version = version_of(state);
         Py_ssize_t position = 0;
-        while (PyDict_Next(PyList_GET_ITEM(states, i), &position, &key, &entry)) {
-            void *at;
-            if (seen == memory->kept || entry != PyList_GET_ITEM(entries, seen)) return 0;
-            if (memory->handles[seen] &&
-                (torch.data_ptr(memory->handles[seen], &at) || at != memory->kept_at[seen]))
-                return 0;
+        if (version && version == memory->versions[i]) {
+            seen += PyDict_GET_SIZE(state);
+            continue;
+        }
+        while (PyDict_Next(state, &position, &key, &entry)) {
+            if (seen >= memory->kept || entry != PyList_GET_ITEM(entries, seen)) return 0;
             seen++;
         }
+        memory->versions[i] = version;
     }
     return seen == memory->kept;
+}
+
+/* Whether they are where they were. */
+static int are_there(const Memory *memory)
+{
+    for (Py_ssize_t i = 0; i < memory->kept; i++) {
+        void *at;
+        if (memory->handles[i] && (torch.data_ptr(memory->handles[i], &at) || at != memory->kept_at[i])) return 0;
+    }
+    return 1;
 }
 
 /* The gradient of a parameter that is as it was, and where it is; NULL if either is otherwise. */
@@ -240,12 +275,13 @@ static int are_idle(PyObject *parameters)
     return 1;
 }
 
-static PyObject *look(const Memory *memory, PyObject *const *lists, int64_t *addresses)
+static PyObject *look(Memory *memory, PyObject *const *lists, int64_t *addresses)
 {
     PyObject *params = lists[0], *params_before = lists[1], *parameters = lists[2], *idle = lists[3];
     PyObject *states = lists[4], *entries = lists[5];
     if (PyList_GET_SIZE(parameters) != memory->parameters || PyList_GET_SIZE(entries) != memory->kept ||
-        !are_same(params, params_before) || !are_kept(memory, states, entries) || !are_idle(idle))
+        !are_same(params, params_before) || !have_entries(memory, states, entries) || !are_there(memory) ||
+        !are_idle(idle))
         return NULL;
     PyObject *grads = PyList_New(memory->parameters);
     if (!grads) return NULL;

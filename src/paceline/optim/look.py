@@ -86,7 +86,7 @@ def try_out(module: Any) -> None:
     states = [{"a": torch.ones(2), "b": torch.ones(3)} for _ in parameters]
     entries = [entry for state in states for entry in state.values()]
     grads = [torch.ones_like(parameter.detach()) for parameter in parameters]
-    memory = module.remember(parameters, grads, entries)
+    memory = module.remember(parameters, grads, states, entries)
     addresses = array("q", bytes(8 * len(parameters)))
 
     def again() -> Any:

@@ -129,7 +129,7 @@ class Fit:
         self._settings = settings
         # The same questions in one call; of what is cut over ranks it knows nothing.
         functions = look.functions() if self._memo["one pass"] and not self._cut_arrays else None
-        remembered = functions and functions.remember(self._parameters, members.grads, self._kept)
+        remembered = functions and functions.remember(self._parameters, members.grads, states, self._kept)
         self._look = functions.again if remembered else None
         self._remembered, self._now = remembered, self._grad_addresses[:]
 

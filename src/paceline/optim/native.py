@@ -11,6 +11,7 @@ import os
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: 
         pull = _PULLS[recipe.gain] if at.pulling else 0
         lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
         arrays.call(_library().paceline_step, ctypes.byref(scalars), pull, lookahead, averages)
-        arrays.added_up = arrays.versions() if pull == _PULLS["scaled"] else None
+        # Those from before it are as good: whoever changes them in between only has them added up anew.
+        arrays.added_up, arrays.found = arrays.found if pull == _PULLS["scaled"] else None, None
 
 
 def energy_of(members: Members, beta2: float, capturable: bool) -> float | None:
@@ -123,13 +125,17 @@ def energy_of(members: Members, beta2: float, capturable: bool) -> float | None:
     stepped = [arrays for arrays in _alike(members, counts) if counts[arrays.places[0]] > 0]
     if not stepped:
         return None
-    parts = [total / (1 - beta2 ** counts[a.places[0]]) for a in stepped for total in a.second_moments()]
-    return math.fsum(part for part in parts if math.isfinite(part))
+    parts = []
+    for arrays in stepped:
+        correction = 1 - beta2 ** counts[arrays.places[0]]
+        parts += [total / correction for total in arrays.second_moments()]
+    return math.fsum(filter(math.isfinite, parts))
 
 
 def _alike(members: Members, counts: list[float]) -> "list[_Arrays]":
     """The arrays of members of one age each."""
-    younger = [counts[0] - count for count in counts]
+    same = counts.count(counts[0]) == len(counts)
+    younger = [] if same else [counts[0] - count for count in counts]
     if members.memo.get("younger") != younger:
         places: dict[float, list[int]] = {}
         for i, count in enumerate(counts):
@@ -149,6 +155,9 @@ class _Arrays:
         self.slots = [rests[i] for i in places]
         self.added_up: list[int] | None = None
         """Versions of the second moments whose sums are at hand."""
+        self.found: list[int] | None = None
+        """Versions that this step has found, if anything asked for sums."""
+        self._second_moments = [slot.exp_avg_sq for slot in self.slots]
         self._tensors = array("q", [number for slot in self.slots for number in row_of(slot)])
         elements = self._tensors[6::7]
         self._count, self._elements = len(places), sum(elements)
@@ -161,13 +170,14 @@ class _Arrays:
 
     def versions(self) -> list[int]:
         """By which to see that nobody else changed a second moment; of native.c torch does not know."""
-        return [slot.exp_avg_sq._version for slot in self.slots]
+        return list(map(_version, self._second_moments))
 
     def second_moments(self) -> list[float]:
         """The sum of each: as the last step found it, or anew, to the same bits."""
-        if self.added_up is None or self.added_up != self.versions():
+        self.found = self.versions()
+        if self.added_up is None or self.added_up != self.found:
             self.call(_library().paceline_sums)
-            self.added_up = self.versions()
+            self.added_up = self.found
         return self.totals()
 
     def call(self, function: Any, *more: object) -> None:
@@ -192,6 +202,9 @@ class _Arrays:
         (tensors, _), (sums, _) = self._tensors.buffer_info(), self._sums.buffer_info()
         _library().paceline_totals(tensors, self._count, sums, found.buffer_info()[0])
         return found.tolist()
+
+
+_version = attrgetter("_version")
 
 
 @cache
