@@ -55,9 +55,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def refusal(slot: Slot) -> str | None:
     """Why a parameter cannot take this path, in words that follow its name; None if it can."""
     live = slot.live
-    for name, array in (("", live), ("has a gradient that ", slot.grad)):
-        if array.dtype not in DTYPES:
-            return f"{name}is {array.dtype}; fused=True on a GPU is for float32, bfloat16 and float16"
+    for name, tensor in (("", live), ("has a gradient that ", slot.grad)):
+        if tensor.dtype not in DTYPES:
+            return f"{name}is {tensor.dtype}; fused=True on a GPU is for float32, bfloat16 and float16"
     if slot.average.dtype not in STORED:
         return f"is {live.dtype} and its state is of another precision than PACE gave it"
     if not lie_alike(slot):

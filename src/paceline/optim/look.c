@@ -57,9 +57,8 @@ typedef struct {
 static int kind_of(Handle tensor, PyObject *object, int32_t layout, Kind *kind)
 {
     kind->type = Py_TYPE(object);
-    return is_plain(object) && !torch.layout(tensor, &kind->layout) && kind->layout == layout &&
-           !torch.is_neg(tensor) && !torch.dtype(tensor, &kind->dtype) &&
-           !torch.device_type(tensor, &kind->device_type) && !torch.device_index(tensor, &kind->device_index) &&
+    return !torch.layout(tensor, &kind->layout) && kind->layout == layout && !torch.is_neg(tensor) &&
+           !torch.dtype(tensor, &kind->dtype) && !torch.device_type(tensor, &kind->device_type) && !torch.device_index(tensor, &kind->device_index) &&
            !torch.dim(tensor, &kind->dim) && !torch.sizes(tensor, &kind->sizes) &&
            !torch.strides(tensor, &kind->strides);
 }
@@ -67,9 +66,9 @@ static int kind_of(Handle tensor, PyObject *object, int32_t layout, Kind *kind)
 static int is_of_kind(Handle tensor, PyObject *object, const Kind *kind)
 {
     Kind now;
-    if (!kind_of(tensor, object, kind->layout, &now) || now.type != kind->type || now.dtype != kind->dtype ||
-        now.device_type != kind->device_type || now.device_index != kind->device_index || now.dim != kind->dim)
-        return 0;
+    if (Py_TYPE(object) != kind->type || !kind_of(tensor, object, kind->layout, &now)) return 0;
+    if (now.dtype != kind->dtype || now.dim != kind->dim) return 0;
+    if (now.device_type != kind->device_type || now.device_index != kind->device_index) return 0;
     for (int64_t i = 0; i < kind->dim; i++)
         if (now.sizes[i] != kind->sizes[i] || now.strides[i] != kind->strides[i]) return 0;
     return 1;
@@ -243,7 +242,7 @@ static int are_there(const Memory *memory)
 static PyObject *grad_as_before(const Memory *memory, Py_ssize_t i, PyObject *parameter, void **grad_at)
 {
     void *at;
-    if (!is_plain(parameter) || !visit(parameter) || !is_of_kind(visitor, parameter, &memory->own[i]) ||
+    if (!visit(parameter) || !is_of_kind(visitor, parameter, &memory->own[i]) ||
         torch.data_ptr(visitor, &at) || at != memory->at[i])
         return NULL;
     Handle grad = grad_of(visitor);
@@ -251,7 +250,7 @@ static PyObject *grad_as_before(const Memory *memory, Py_ssize_t i, PyObject *pa
     if (!wrapped) return NULL;
     const Kind *kind = &memory->grads[i];
     /* Zeros that were never written have no address. */
-    if (is_plain(wrapped) && is_of_kind(grad, wrapped, kind) && !torch.data_ptr(grad, grad_at) &&
+    if (is_of_kind(grad, wrapped, kind) && !torch.data_ptr(grad, grad_at) &&
         (*grad_at || is_empty(kind)))
         return wrapped;
     Py_DECREF(wrapped);

@@ -1,8 +1,8 @@
 """look.c: what a step looks at in all of its tensors, in one call of C instead of one of Python each.
 
-It is used by the paths that make one pass, and built when one of them is first taken, as native.c is. Where it
-cannot be (no compiler, no headers of Python, a torch that has other functions) members.py looks by itself, with
-the same answers.
+It is used by the paths that make one pass, and built when one of them is first taken, as native.c is. Where
+it cannot be (no compiler, no headers of Python, a torch that has other functions) members.py looks by itself,
+with the same answers.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ SYMBOLS = (
     "_ZNK3c1010TensorImpl4gradEv",  # const at::Tensor &TensorImpl::grad() const
     "_ZN2at6native6is_negERKNS_6TensorE",
 )
-"""Functions of torch: of its C interface, and four that have no other name than that of C++. A later torch may
-have them under the same name and otherwise, for which there is `_trial`."""
+"""Functions of torch: of its C interface, and four that have no other name than that of C++. A later torch
+may have them under the same name and otherwise, for which there is `_trial`."""
 
 
 @cache
@@ -76,12 +76,18 @@ def _trial(path: Path) -> str | None:
         f"look.try_out(look._loaded(Path({str(path)!r})))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    return None if ran.returncode == 0 else f"look.c fails with torch {torch.__version__}: {ran.stderr[-500:]}"
+    return (
+        None if ran.returncode == 0 else f"look.c fails with torch {torch.__version__}: {ran.stderr[-500:]}"
+    )
 
 
 def try_out(module: Any) -> None:
     """Raise RuntimeError unless it sees what is the same, and what is not."""
-    parameters = [Parameter(torch.ones(3, 2)), torch.ones(4).requires_grad_(), torch.ones(()).requires_grad_()]
+    parameters = [
+        Parameter(torch.ones(3, 2)),
+        torch.ones(4).requires_grad_(),
+        torch.ones(()).requires_grad_(),
+    ]
     idle = [torch.ones(1).requires_grad_()]
     states = [{"a": torch.ones(2), "b": torch.ones(3)} for _ in parameters]
     entries = [entry for state in states for entry in state.values()]
@@ -102,13 +108,18 @@ def try_out(module: Any) -> None:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = None if backward else grad
         if backward:  # tensors that Python has not seen yet
-            sum((parameter.sum() for parameter in parameters), torch.zeros(())).backward()
+            torch.autograd.backward([parameter.sum() for parameter in parameters])
         found, moved = again()
         held = [parameter.grad for parameter in parameters]
         expect(moved and all(map(lambda a, b: a is b, found, held)))
         expect(addresses.tolist() == [grad.data_ptr() for grad in held if grad is not None])
         expect(again()[1] is False)
-    for other in (torch.ones(2, 3).t(), torch._neg_view(torch.ones(3, 2)), torch.ones(3, 2).to_sparse(), None):
+    for other in (
+        torch.ones(2, 3).t(),
+        torch._neg_view(torch.ones(3, 2)),
+        torch.ones(3, 2).to_sparse(),
+        None,
+    ):
         parameters[0].grad = other
         expect(again() is None)
     parameters[0].grad = torch.ones(3, 2)

@@ -129,9 +129,11 @@ class Fit:
         self._settings = settings
         # The same questions in one call; of what is cut over ranks it knows nothing.
         functions = look.functions() if self._memo["one pass"] and not self._cut_arrays else None
-        remembered = functions and functions.remember(self._parameters, members.grads, states, self._kept)
-        self._look = functions.again if remembered else None
-        self._remembered, self._now = remembered, self._grad_addresses[:]
+        self._look, self._remembered, self._now = None, None, self._grad_addresses[:]
+        if functions is not None:
+            lists = self._parameters, members.grads, states, self._kept
+            self._remembered = functions.remember(*lists)  # None, if there is a tensor that is not plain
+            self._look = None if self._remembered is None else functions.again
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of parameters or gradients."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_count, gain_limit, seed_average_, shares
 
-
 _LARGEST = torch.finfo(torch.float32).max
 
 
