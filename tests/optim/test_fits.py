@@ -363,7 +363,7 @@ def test_gradients_are_those_that_the_parameters_have(looks_in_c):
     """Of backward, which Python has not seen yet, and of Python; moved or not."""
     parameters = [torch.ones(4).requires_grad_() for _ in range(3)]
     optimizer = PACE(parameters, fused=True)
-    seen = []
+    seen, copies = [], []
     for t in range(6):
         if t in (0, 2, 4):
             optimizer.zero_grad()
@@ -375,7 +375,7 @@ def test_gradients_are_those_that_the_parameters_have(looks_in_c):
         assert all(grad is parameter.grad for grad, parameter in zip(found.grads, parameters, strict=True))
         assert found.addresses.tolist() == [parameter.grad.data_ptr() for parameter in parameters]
         seen.append(found.addresses)
-        copies = [addresses.tolist() for addresses in seen]
+        copies.append(found.addresses.tolist())
     assert copies == [addresses.tolist() for addresses in seen]  # what was handed out is not written to
     assert seen[1] is seen[0] and seen[5] is seen[4]
 
