@@ -49,7 +49,7 @@ class Members(NamedTuple):
         """Parameters, their states and slots. Only a path that makes one pass asks for addresses, which
         sharded tensors do not have."""
         grads = [slot.grad for slot in slots]
-        addresses = _addresses(grads) if one_pass else array("q")
+        addresses = _addresses(grads) if one_pass else _NOWHERE
         # They are remembered, and a gradient must not be kept alive.
         rests = [slot._replace(grad=slot.live) for slot in slots]
         return Members(parameters, states, grads, addresses, rests, memo)
@@ -253,7 +253,8 @@ class Fits:
 
     def look(self, states: States) -> None:
         """Forget all, if a parameter has another state than it had."""
-        if not self._same(states, self._states):
+        same = _are_values if torch.compiler.is_compiling() else self._same  # which may be in C
+        if not same(states, self._states):
             self.clear()
 
     def again(self, number: int, params: list[Tensor], settings: tuple[object, ...]) -> Members | None:
@@ -280,6 +281,7 @@ class Fits:
 
 
 _address, _grad = Tensor.data_ptr, attrgetter("grad")
+_NOWHERE = array("q")  # made here, as a compiler knows of no arrays
 _part = attrgetter("_local_tensor")  # as `local`, where it is known to be cut
 # In torch for CUDA only, and not for users; where it is missing, Python does the same in five times the time.
 _data_ptrs_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
