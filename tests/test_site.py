@@ -134,6 +134,7 @@ def test_what_is_wrong_fails_the_build(tmp_path):
         assert message in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_in_a_browser_from_the_file_without_a_network(site):
     api = pytest.importorskip("playwright.sync_api")

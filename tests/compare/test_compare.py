@@ -74,6 +74,7 @@ def test_all_methods_see_the_same_batches(compared):
     assert len(seen) == 1 and all(seen)
 
 
+@pytest.mark.long
 def test_seeds_differ_in_weights_and_batches(room, tmp_path):
     assert (
         main(words(room, tmp_path / "c", "--lr", "1e-3", "--methods", "adamw", "pace", "--seeds", "2")) == 0
@@ -151,6 +152,7 @@ def trial(**more):
     return Trial(**(facts | more))
 
 
+@pytest.mark.long
 def test_a_time_is_turned_into_steps(room, tmp_path, capfd):
     out = tmp_path / "c"
     timed = words(room, out, "--lr", "1e-3", "--methods", "wsd", "--time", "12s")
@@ -382,6 +384,7 @@ def test_a_signal_stops_and_saves_all_runs(room, undisturbed, tmp_path, number):
     check_whole(out, expected)
 
 
+@pytest.mark.long
 def test_the_children_of_a_killed_parent_end(room, tmp_path):
     process = start(room, tmp_path / "c")
     while process.poll() is None and not list((tmp_path / "c").glob("runs/*/lock")):

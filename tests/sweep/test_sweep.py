@@ -271,6 +271,7 @@ def holders(out):
     }
 
 
+@pytest.mark.long  # test_labels.py has two processes that share a folder, every day
 def test_two_machines_share_a_sweep(room, undisturbed, tmp_path):
     _, expected, _ = undisturbed
     line = words(room, tmp_path / "s", *FOUR, "--jobs", 1)
