@@ -118,6 +118,7 @@ def test_a_link_to_the_repository_is_a_part_of_the_site(site):
     assert (site / record).read_bytes() == (ROOT / record).read_bytes()
 
 
+@pytest.mark.long
 def test_what_is_wrong_fails_the_build(tmp_path):
     root = tmp_path / "repository"
     shutil.copytree(ROOT / "docs", root / "docs")

@@ -16,6 +16,7 @@ def tiny(monkeypatch):
     monkeypatch.setitem(subjects.MODELS, "tiny", lambda: [(300, 20), (77,)])
 
 
+@pytest.mark.long
 def test_every_optimizer_is_measured(tiny, tmp_path, capsys):
     """What they keep is known: 8 bytes for AdamW, 4 more for each average."""
     assert (

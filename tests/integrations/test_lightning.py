@@ -288,7 +288,13 @@ def buffers_of(state):
 
 
 @pytest.mark.parametrize(
-    "name, before", [("plain", True), ("plain", False), ("bfloat16", False), ("int8", False)]
+    "name, before",
+    [
+        ("plain", True),
+        ("plain", False),
+        pytest.param("bfloat16", False, marks=pytest.mark.long),
+        pytest.param("int8", False, marks=pytest.mark.long),
+    ],
 )
 def test_every_hook_sees_and_saves_the_right_weights(name, before, tmp_path):
     expected = reference(module=model_of(name))

@@ -20,7 +20,10 @@ ANY_NUMBER = (
     *("reshard", "full_states", "int8_to_shards", "pretrained", "export_memory"),
 )
 # With two ranks in test-all only: some of what they ask, others of these ask too.
-LONG = ("fsdp2_low_precision", "fsdp2_rounding", "skipped_steps", "full_states", "pretrained")
+LONG = (
+    *("fsdp2_low_precision", "fsdp2_rounding", "skipped_steps", "full_states", "pretrained"),
+    *("reshard", "export_memory"),
+)
 
 
 def run(folder, size, scenarios):

@@ -284,7 +284,7 @@ def test_device_scalars_give_the_same_trajectory(name, foreach, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("foreach", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["strong", "relative", "scaled", "every_3", "return_power"])
 def test_a_compiled_step_is_the_same_and_settles(name, foreach):
     """7 steps with new gradient tensors, one graph for all of them."""

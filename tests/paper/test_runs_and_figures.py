@@ -40,7 +40,7 @@ def some(label, others):
 HERE = []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_label_from_its_runs_to_its_figure(tmp_path, monkeypatch, capsys):
     """In one test, so that workers do not do the runs once each."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))

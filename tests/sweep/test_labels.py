@@ -23,7 +23,7 @@ from paceline.experiments.paper.scales import CPU, located
 from paceline.experiments.records import read
 from paceline.experiments.run import execute, is_finished
 
-KILLS = int(os.environ.get("PACELINE_KILLS", "2"))
+KILLS = int(os.environ.get("PACELINE_KILLS", "1"))
 RIVER = "fig:appendix_pretrain_river"
 NAMES = [cell.name for cell in cells(RIVER, CPU)]
 WHOLE = "gpt-0.3m_adamw_lr0.002_constant_20_s42"

@@ -213,18 +213,18 @@ def check_whole(out, expected):
     assert not list(out.glob("cells/*/checkpoints")) and not list(out.glob("cells/*/.tmp-*"))
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.long)])
-def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed, tmp_path, kills):
+@pytest.mark.long  # test_labels.py kills one, every day
+def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed, tmp_path):
     """Alone or with its children: those of a parent that was killed end by themselves."""
     _, expected, seconds = undisturbed
     seed = random.randrange(2**32)
     print("seed", seed, "undisturbed", round(seconds), "s")
     chance = random.Random(seed)
     killed = rounds = 0
-    while killed < kills:
+    while killed < KILLS:
         out = tmp_path / f"s{rounds}"
         rounds += 1
-        for _ in range(min(4, kills - killed)):  # then it may come to its end
+        for _ in range(min(4, KILLS - killed)):  # then it may come to its end
             process = start(words(room, out, *FOUR))
             while process.poll() is None and not (out / "claims").exists():
                 time.sleep(0.02)
