@@ -153,7 +153,8 @@ class Copy:
         return self.folder / SOURCE / mutant.file
 
     def pytest(self, *arguments: str, limit_s: float = LIMIT_S) -> Run:
-        options = ("-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+        # The longest tests too: some mutants are for them.
+        options = ("-x", "-q", "-m", "", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--hypothesis-seed=0")
         return self._python("-m", "pytest", *options, *arguments, limit_s=limit_s)
 
     def _python(self, *arguments: str, limit_s: float) -> Run:

@@ -73,13 +73,22 @@ def in_nav() -> list[str]:
     return re.findall(r"^ *- [^#\n]*: (\S+\.md)$", nav, re.MULTILINE)
 
 
-def test_every_page_is_in_the_navigation_and_on_the_site(site):
+def test_the_site(site, pages):
+    """In one test, so that workers do not build it once each."""
+    check_every_page_is_in_the_navigation_and_on_the_site(site)
+    check_every_link_and_anchor_leads_somewhere(pages, site)
+    check_nothing_is_loaded_from_another_host(pages, site)
+    check_the_api_page_has_every_public_name_and_no_private_one(pages, site)
+    check_a_link_to_the_repository_is_a_part_of_the_site(site)
+
+
+def check_every_page_is_in_the_navigation_and_on_the_site(site):
     assert sorted(in_nav()) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     for name in in_nav():
         assert (site / name).with_suffix(".html").is_file(), name
 
 
-def test_every_link_and_anchor_leads_somewhere(pages, site):
+def check_every_link_and_anchor_leads_somewhere(pages, site):
     checked = 0
     for path, page in pages.items():
         for link in page.links:
@@ -94,7 +103,7 @@ def test_every_link_and_anchor_leads_somewhere(pages, site):
     assert checked > 100
 
 
-def test_nothing_is_loaded_from_another_host(pages, site):
+def check_nothing_is_loaded_from_another_host(pages, site):
     for path, page in pages.items():
         for url in page.loads:
             assert not urlsplit(url).scheme and not urlsplit(url).netloc, f"{path.name}: {url}"
@@ -102,7 +111,7 @@ def test_nothing_is_loaded_from_another_host(pages, site):
         assert not re.search(r"url\(['\"]?(https?:)?//|@import", path.read_text()), path.name
 
 
-def test_the_api_page_has_every_public_name_and_no_private_one(pages, site):
+def check_the_api_page_has_every_public_name_and_no_private_one(pages, site):
     anchors = {a for a in pages[site / "api.html"].anchors if a.startswith("paceline.")}
     wanted = {f"paceline.{name}" for name in paceline.__all__ if name != "__version__"}
     assert wanted <= anchors
@@ -111,7 +120,7 @@ def test_the_api_page_has_every_public_name_and_no_private_one(pages, site):
     assert "code-block" not in text and "&gt;&gt;&gt;" in text  # docstrings as the site wants them
 
 
-def test_a_link_to_the_repository_is_a_part_of_the_site(site):
+def check_a_link_to_the_repository_is_a_part_of_the_site(site):
     assert "AveragedModelCallback" in (site / "examples" / "huggingface.html").read_text()
     assert (site / "records" / "index.html").is_file()
     record = "records/2026-11-15-kills.json"

@@ -25,6 +25,7 @@ def size(documents):
     return sum(len(text.encode()) for text in documents)
 
 
+@pytest.mark.long
 def test_about_two_megabytes_with_a_twentieth_held_out(corpus):
     total = size(corpus.training) + size(corpus.held_out)
     assert 1.5e6 < total < 2.5e6

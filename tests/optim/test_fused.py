@@ -69,7 +69,7 @@ def trained(steps, dtype=torch.float32, shapes=SHAPES, **settings):
     return optimizer
 
 
-@pytest.mark.parametrize("counted", ["host", "device"])
+@pytest.mark.parametrize("counted", ["host", pytest.param("device", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", OFFERED)
 def test_against_the_reference(name, counted, monkeypatch):
     """Weights, moments and averages to 1e-6 of the largest, at every one of 4 steps from equal inputs."""
@@ -97,7 +97,7 @@ def unit_of(codes, scale, live):
 RESIDUAL_VARIANTS = ("default", "strong", "scaled", "lookahead", "every_3", "return_power", "strength_0")
 
 
-@pytest.mark.parametrize("counted", ["host", "device"])
+@pytest.mark.parametrize("counted", ["host", pytest.param("device", marks=pytest.mark.long)])
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
 @pytest.mark.parametrize("name", RESIDUAL_VARIANTS)
 def test_residuals_are_those_of_the_other_paths(name, storage, counted, monkeypatch):
