@@ -201,7 +201,8 @@ def failure_of_the_suite(copy: Copy, mutant: Mutant) -> str:
     while True:
         deselected = [f"--deselect={test}" for test in others]
         with copy.broken(mutant):
-            run = copy.pytest(f"--ignore={NOT_A_KILLER}", *deselected, limit_s=SUITE_LIMIT_S)
+            suite = ("-m", "not long", f"--ignore={NOT_A_KILLER}")
+            run = copy.pytest(*suite, *deselected, limit_s=SUITE_LIMIT_S)
         # A suite that is out of time has not decided anything.
         if run.code is None or run.passed():
             return ""

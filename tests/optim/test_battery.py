@@ -143,7 +143,12 @@ SAVED_AFTER = (1, 2, 3, 4, 5, 6, 20, 21, 30, 31)
 
 @rows
 @pytest.mark.parametrize(
-    "way", [by_torch_save, by_safetensors, pytest.param(by_distributed_checkpoint, marks=pytest.mark.long)]
+    "way",
+    [
+        by_torch_save,
+        pytest.param(by_safetensors, marks=pytest.mark.long),
+        pytest.param(by_distributed_checkpoint, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")
 def test_state_round_trip_in_a_run_of_34_steps(name, way, tmp_path):

@@ -370,7 +370,7 @@ def test_choosing_a_learning_rate_chooses_it_everywhere(view: Any, report: Repor
     assert _chart(view, "saturation", report).is_visible()  # it has no such choice
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_zooming_and_back(view: Any, report: Report) -> None:
     chart = _chart(view, "curves-0.0005", report)
     before = _ticks(chart)
@@ -401,7 +401,7 @@ def test_zooming_and_back(view: Any, report: Report) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_numbers_as_a_table(view: Any, report: Report) -> None:
     chart = _chart(view, "loss-against-lr", report)
     chart.locator("summary").click()
@@ -411,7 +411,7 @@ def test_numbers_as_a_table(view: Any, report: Report) -> None:
     assert rows[3][1] == "diverged" and rows[3][4] == "3.0180"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_wider_than_a_phone(view: Any) -> None:
     view.set_viewport_size({"width": 390, "height": 844})
     view.wait_for_function("charts[0].width < 390")
@@ -426,7 +426,7 @@ def test_nothing_is_wider_than_a_phone(view: Any) -> None:
     assert view.evaluate("charts[0].svg.getBoundingClientRect().width / charts[0].width") == pytest.approx(1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dark_and_light(view: Any) -> None:
     looks = {}
     for scheme in ("light", "dark"):
@@ -441,7 +441,7 @@ def test_dark_and_light(view: Any) -> None:
     assert all(light != dark for light, dark in zip(looks["light"], looks["dark"], strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_print_shows_every_panel_and_no_buttons(view: Any, report: Report) -> None:
     view.emulate_media(media="print", color_scheme="dark")
     view.set_viewport_size({"width": 680, "height": 960})  # A4 without its margins
@@ -458,7 +458,7 @@ def test_print_shows_every_panel_and_no_buttons(view: Any, report: Report) -> No
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_scripts_the_page_says_where_the_numbers_are(browser: Any, address: str) -> None:
     context = browser.new_context(java_script_enabled=False, offline=True)
     opened = context.new_page()
@@ -468,7 +468,7 @@ def test_without_scripts_the_page_says_where_the_numbers_are(browser: Any, addre
     context.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_touch_reads_values_that_stay(browser: Any, address: str) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, offline=True)
     opened = context.new_page()

@@ -39,7 +39,7 @@ def main(words: list[str] | None = None) -> int:
     runs.add_argument("--jobs", type=int, default=4, metavar="N", help="runs at once [4]")
     for name in ("text", "text-held-out", "chat", "chat-held-out"):
         runs.add_argument(f"--{name}", nargs="+", default=[], metavar="X", help="as --data of paceline train")
-    runs.add_argument("--tokenizer", metavar="X", help="of the small GPT, if its data are not prepared")
+    runs.add_argument("--tokenizer", metavar="X", help="auto, for text that is prepared")
     runs.add_argument("--base-model", metavar="X", help="a folder or .gguf file instead of the hub's model")
     given = parser.parse_args(words)
     unknown = [name for name in given.studies if name not in STUDIES]

@@ -102,8 +102,7 @@ def placed(room: Room, *, text: Mapping[str, Any], chat: Mapping[str, Any]) -> R
         room,
         pretraining={**room.pretraining, **text},
         tuning={**room.tuning, **chat},
-        # A tokenizer trained on the data is that of the small model.
-        gpt2={**room.gpt2, **{name: value for name, value in text.items() if name != "tokenizer"}},
+        gpt2={**room.gpt2, **text},
     )
 
 
