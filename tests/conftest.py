@@ -14,7 +14,6 @@ LONGEST = (
     "test_two_ranks",
     "test_any_sequence_of_operations_agrees_with_the_reference",
     "test_runs_that_prepare_the_same_data_at_once_wait_for_each_other",
-    "test_a_label_that_is_killed_shared_and_tried_again",
     "test_example",
     "test_the_site",
 )

@@ -815,6 +815,7 @@ t.fit({folder!r}, callbacks=[saves, t.Slowly()], max_epochs=4, val_check_interva
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_run_ends_as_an_uninterrupted_one(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     with (tmp_path / "log").open("w") as log:

@@ -89,7 +89,7 @@ def expected(room):
     return evaluations(room / "undisturbed")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_label_that_is_killed_shared_and_tried_again(room, expected, monkeypatch, capsys):
     """In one test, so that workers do not do the runs once each. All is there but a run and its branches."""
     before = state(undone(room, "s0"))

@@ -213,7 +213,7 @@ def check_whole(out, expected):
     assert not list(out.glob("cells/*/checkpoints")) and not list(out.glob("cells/*/.tmp-*"))
 
 
-@pytest.mark.long  # test_labels.py kills one, every day
+@pytest.mark.long  # test_labels.py kills others
 def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed, tmp_path):
     """Alone or with its children: those of a parent that was killed end by themselves."""
     _, expected, seconds = undisturbed
@@ -271,7 +271,7 @@ def holders(out):
     }
 
 
-@pytest.mark.long  # test_labels.py has two processes that share a folder, every day
+@pytest.mark.long  # test_branches.py asks of a shared folder, every day
 def test_two_machines_share_a_sweep(room, undisturbed, tmp_path):
     _, expected, _ = undisturbed
     line = words(room, tmp_path / "s", *FOUR, "--jobs", 1)
