@@ -178,7 +178,7 @@ def test_branches_leave_the_constant_run_when_a_fifth_of_their_budget_is_left(la
         own = [cell for cell in branches if cell.lr == lr]
         (whole,) = found(label, model, "AdamW", schedule="constant", lr=lr)
         assert [cell.steps for cell in own] == budgets == [cell.run.steps for cell in own]
-        assert [cell.after for cell in own] == [(whole.name, start) for start in starts]
+        assert [cell.run.after for cell in own] == [(whole.name, start) for start in starts]
         assert set(starts) <= set(whole.run.keep_steps)
         assert whole.run.steps == budgets[-1]
 
@@ -252,7 +252,9 @@ def test_one_name_is_one_run_and_one_run_has_one_name(scale):
         seen = set()
         for cell in own:
             assert named.setdefault(cell.name, cell.run) == cell.run
-            assert cell.after is None or cell.after[0] in seen, "a run before the one that it goes on from"
+            assert cell.run.after is None or cell.run.after[0] in seen, (
+                "a run before the one that it goes on from"
+            )
             seen.add(cell.name)
         assert list(runs(label, scale)) == list(dict.fromkeys(cell.name for cell in own))
     without = {name: replace(run, keep_steps=()) for name, run in named.items()}
@@ -264,8 +266,8 @@ def test_one_name_is_one_run_and_one_run_has_one_name(scale):
 def test_checkpoints_to_fork_from_are_kept_and_no_others(scale):
     wanted = {}
     for cell in everything(scale).values():
-        if cell.after is not None:
-            wanted.setdefault(cell.after[0], set()).add(cell.after[1])
+        if cell.run.after is not None:
+            wanted.setdefault(cell.run.after[0], set()).add(cell.run.after[1])
     for name, cell in everything(scale).items():
         assert set(cell.run.keep_steps) == wanted.get(name, set())
         assert all(step < cell.run.steps for step in cell.run.keep_steps)
@@ -302,7 +304,7 @@ def test_data_of_this_machine_change_no_name():
 
 def test_cost_counts_what_is_computed():
     (whole,) = found("fig:appendix_pretrain_river", "gpt2-124m", "AdamW", schedule="constant")
-    branch = next(c for c in cells("fig:appendix_pretrain_river", PAPER) if c.after == (whole.name, 1900))
+    branch = next(c for c in cells("fig:appendix_pretrain_river", PAPER) if c.run.after == (whole.name, 1900))
     h200 = HARDWARE["h200"]
     all_of, part = price(whole, PAPER, h200), price(branch, PAPER, h200)
     assert all_of.tokens == 4750 * 512 * 1024 and part.tokens == 475 * 512 * 1024
@@ -312,7 +314,7 @@ def test_cost_counts_what_is_computed():
     assert all_of.operations == pytest.approx(each * (all_of.tokens + all_of.evaluated / 3))
     assert part.seconds == pytest.approx(all_of.seconds / 10) and part.memory == all_of.memory
     pulled = next(
-        c for c in cells("fig:appendix_pretrain_river", PAPER) if c.method == "PACE" and not c.after
+        c for c in cells("fig:appendix_pretrain_river", PAPER) if c.method == "PACE" and not c.run.after
     )
     assert price(pulled, PAPER, h200).evaluated == 50 * 2 * 1024 * 1024
     assert price(whole, PAPER, HARDWARE["a100"]).seconds > 2 * all_of.seconds

@@ -32,7 +32,7 @@ def some(label, others):
         most = 2 if cell.method == "PACE" and label in ("fig:135m_grid", "fig:clip_frac_body") else 1
         if "river" in label or len(kinds.setdefault(kind, [])) < most:
             kinds.setdefault(kind, []).append(cell)
-            taken += [all_of[cell.after[0]]] if cell.after else []
+            taken += [all_of[cell.run.after[0]]] if cell.run.after else []
             taken.append(cell)
     return {cell.name: cell for cell in taken}
 
@@ -55,7 +55,7 @@ def test_every_label_from_its_runs_to_its_figure(tmp_path, monkeypatch, capsys):
     for label in reversed(EXPERIMENTS):
         wanted |= some(label, wanted)
     root = tmp_path / "runs"
-    for name, cell in sorted(wanted.items(), key=lambda item: item[1].after is not None):
+    for name, cell in sorted(wanted.items(), key=lambda item: item[1].run.after is not None):
         for _ in execute(cell.run, root / name, lambda text: None):
             pass
     check_lines(root, tmp_path / "records.jsonl")
@@ -90,13 +90,13 @@ def check_lines(done, kept):
 def check_branch(done, tmp_path):
     """A branch is the run with that schedule from its first step, to the bit."""
     # Of the whole budget: a shorter run would have a shorter warm-up.
-    own = [c for c in cells("appendix_pretrain_river", HERE[0]) if c.after and c.method == "PACE"]
+    own = [c for c in cells("appendix_pretrain_river", HERE[0]) if c.run.after and c.method == "PACE"]
     branch = next(c for c in own if c.steps == 20)
     straight = replace(branch.run, fork=None)
     for _ in execute(straight, tmp_path / "straight", lambda text: None):
         pass
     whole, forked = lines.line_of(tmp_path / "straight"), lines.line_of(done / branch.name)
-    assert [line for line in whole["evaluations"] if line[0] > branch.after[1]] == forked["evaluations"]
+    assert [line for line in whole["evaluations"] if line[0] > branch.run.after[1]] == forked["evaluations"]
     # Drawn, a branch begins with the run that it left.
     book = Book.of(cells("appendix_pretrain_river", HERE[0]), lines.read([done]))
     (reading,) = [one for one in book.readings if one.cell.name == branch.name]
@@ -211,7 +211,7 @@ def check_diverged(done):
     whole = "gpt-0.3m_adamw_lr0.002_constant_20_s42"
     early = replace(results[whole], outcome="diverged", evaluations=results[whole].evaluations[:2])
     early = replace(early, train=tuple(point for point in early.train if point[0] <= 10))
-    branches = {cell.name: cell.after[1] for cell in own if cell.after and cell.after[0] == whole}
+    branches = {cell.name: cell.run.after[1] for cell in own if cell.run.after and cell.run.after[0] == whole}
     kept = {n: r for n, r in results.items() if n not in branches}
     book = Book.of(own, {**kept, whole: early})
     assert book.missing == {n for n, step in branches.items() if step == 8} and len(branches) == 3

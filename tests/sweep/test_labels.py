@@ -27,7 +27,7 @@ KILLS = int(os.environ.get("PACELINE_KILLS", "1"))
 RIVER = "fig:appendix_pretrain_river"
 NAMES = [cell.name for cell in cells(RIVER, CPU)]
 WHOLE = "gpt-0.3m_adamw_lr0.002_constant_20_s42"
-BRANCHES = [cell.name for cell in cells(RIVER, CPU) if cell.after and cell.after[0] == WHOLE]
+BRANCHES = [cell.name for cell in cells(RIVER, CPU) if cell.run.after and cell.run.after[0] == WHOLE]
 
 
 def words(room, out, *more):
@@ -60,9 +60,9 @@ def check_whole(out, expected):
         kinds = [line["kind"] for line in lines]
         assert kinds.count("end") == 1 and kinds[-1] == "end"
     for cell in cells(RIVER, CPU):
-        if cell.after is not None:
-            assert timing[cell.name][0]["time"] > timing[cell.after[0]][-1]["time"]
-            assert timing[cell.name][0]["step"] == cell.after[1]
+        if cell.run.after is not None:
+            assert timing[cell.name][0]["time"] > timing[cell.run.after[0]][-1]["time"]
+            assert timing[cell.name][0]["step"] == cell.run.after[1]
     # Of what this label goes on from, nothing is left; the other run of PACE has a branch in another label.
     left = {path.parents[1].name for path in out.glob("cells/*/checkpoints/step-*")}
     assert left == {"gpt-0.3m_pace_c0.002_k0.5_u1_lr0.002_constant_20_s42"}

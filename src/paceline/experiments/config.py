@@ -113,6 +113,16 @@ class Run:
     def __post_init__(self) -> None:
         _check(self)
 
+    @property
+    def after(self) -> tuple[str, int] | None:
+        """The run that this one goes on from and after which step, if its fork is RUN@STEP.
+
+        >>> Run(steps=9, fork="runs/first@6").after, Run(steps=9, fork="runs/first").after
+        (('runs/first', 6), None)
+        """
+        name, _, step = (self.fork or "").rpartition("@")
+        return (name, int(step)) if name and step.isdigit() else None
+
 
 # Settings that may differ when a run goes on: they do not change what is computed in what was done.
 MAY_CHANGE = frozenset(

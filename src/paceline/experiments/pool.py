@@ -50,9 +50,10 @@ class Cell:
     @property
     def after(self) -> tuple[Path, int] | None:
         """The folder of the run beside it that it goes on from, and after which step; None: there is none."""
-        name, _, step = (self.run.fork or "").rpartition("@")
-        beside = name and Path(name).name == name and step.isdigit()
-        return (self.folder.with_name(name), int(step)) if beside else None
+        if self.run.after is None:
+            return None
+        name, step = self.run.after
+        return (self.folder.with_name(name), step) if Path(name).name == name else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -236,8 +236,7 @@ def _steps(run: Run, shape: Shape, samples: int | None) -> int:
 
 def _first(run: Run, last: int) -> int:
     """The step that a run goes on from, if it says: RUN@STEP."""
-    step = (run.fork or "").rpartition("@")[2]
-    return min(int(step), last) if "@" in (run.fork or "") and step.isdigit() else 0
+    return min(run.after[1], last) if run.after else 0
 
 
 def _passes(run: Run, training: Training, last: int) -> int:

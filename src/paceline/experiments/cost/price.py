@@ -50,8 +50,7 @@ def of_run(run: Run, hardware: Hardware, parameters: float | None = None) -> Pri
     except ConfigError:
         if parameters is None or run.steps is None:
             return None
-        name, _, step = (run.fork or "").rpartition("@")
-        steps = run.steps - (int(step) if name and step.isdigit() else 0)
+        steps = run.steps - (run.after[1] if run.after else 0)
         tokens = steps * run.batch_size * run.length
         return Price(tokens=tokens, operations=6 * parameters * tokens, seconds=None, memory=None)
     of_gpu = run.device != "cpu"

@@ -53,14 +53,6 @@ class Trial:
     """Multiples of the usual batch, at the same number of tokens."""
 
     @property
-    def after(self) -> tuple[str, int] | None:
-        """The trial that it goes on from, and after which step."""
-        if self.run.fork is None:
-            return None
-        name, _, step = self.run.fork.rpartition("@")
-        return name, int(step)
-
-    @property
     def views(self) -> tuple[str, ...]:
         """The weights that could be returned, by their names in the run's evaluations."""
         beside = tuple(view for view, _ in named_averages(self.run.averages))
@@ -223,15 +215,15 @@ def together(trials: Iterable[Trial], later: Iterable[Trial] = ()) -> dict[str, 
     found = {one.name: one for one in trials}
     steps: dict[str, set[int]] = {}
     for one in (*found.values(), *later):
-        if one.after is not None:
-            steps.setdefault(one.after[0], set()).add(one.after[1])
+        if one.run.after is not None:
+            steps.setdefault(one.run.after[0], set()).add(one.run.after[1])
     for one in list(found.values()):
-        if one.after is not None and one.after[0] not in found:
-            raise ConfigError(f"{one.name} goes on from {one.after[0]}, which is not in its study")
+        if one.run.after is not None and one.run.after[0] not in found:
+            raise ConfigError(f"{one.name} goes on from {one.run.after[0]}, which is not in its study")
         if one.name in steps:
             kept = replace(one.run, keep_steps=tuple(sorted(steps[one.name])))
             found[one.name] = replace(one, run=kept)
-    return dict(sorted(found.items(), key=lambda item: item[1].after is not None))
+    return dict(sorted(found.items(), key=lambda item: item[1].run.after is not None))
 
 
 def branches(trials: Iterable[Trial], room: Room) -> Iterator[Trial]:

@@ -237,9 +237,9 @@ def budgets_table(room: Room, results: Results) -> str:
     trials = studies.together(studies.budgets(room))
     body = []
     for one in trials.values():
-        if one.after is None or one.name not in results:
+        if one.run.after is None or one.name not in results:
             continue
-        whole = results.get(one.after[0])
+        whole = results.get(one.run.after[0])
         view = "live" if one.method == ADAMW else "average"
         ended = loss_of(one, results, view)[0]
         steps = one.run.steps

@@ -50,8 +50,8 @@ def left(trials: Mapping[str, Trial], known: Mapping[str, Result], cells: Path) 
     """Those that no record has; and what they go on from, if its checkpoint is not on this machine."""
     found = {name: one for name, one in trials.items() if name not in known}
     for one in list(found.values()):
-        if one.after is not None and one.after[0] not in found:
-            found[one.after[0]] = trials[one.after[0]]
+        if one.run.after is not None and one.run.after[0] not in found:
+            found[one.run.after[0]] = trials[one.run.after[0]]
     return {name: one for name, one in trials.items() if name in found}
 
 

@@ -35,14 +35,6 @@ class Cell:
     seed: int
     steps: int
 
-    @property
-    def after(self) -> tuple[str, int] | None:
-        """The cell that has to be done before, and the step of its checkpoint that this one goes on from."""
-        if self.run.fork is None:
-            return None
-        name, _, step = self.run.fork.rpartition("@")
-        return name, int(step)
-
 
 # --- Making them ----------------------------------------------------------------------------------------
 

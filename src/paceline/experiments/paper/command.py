@@ -151,7 +151,7 @@ def _one(label: str, scale: Scale, hardware: Hardware, results: Mapping[str, Res
     rows: list[tuple[str, ...]] = [("run", "", "goes on from")]
     for name, cell in named.items():
         state = book.results[name].outcome if name in book.results else "missing"
-        rows.append((name, state, "@".join(map(str, cell.after)) if cell.after else ""))
+        rows.append((name, state, "@".join(map(str, cell.run.after)) if cell.run.after else ""))
     for line in _table(rows):
         say(line)
     say(f"{label} at scale {scale.name}: {len(named)} runs, {len(book.missing)} missing")

@@ -433,7 +433,7 @@ def _river(
     ends = []
     for steps in budgets:
         (branch,) = book.where(model=model, method="AdamW", lr=lr, schedule="wsd", steps=steps)
-        after = branch.cell.after
+        after = branch.cell.run.after
         found = [(a, b) for a, b in book.curve(branch) if after is None or a >= after[1]]
         begin = at(book.curve(whole), after[1]) if after else None
         if begin is not None and after is not None and found and found[0][0] > after[1]:
@@ -589,7 +589,7 @@ def _pretrain_river(book: Book, scale: Scale) -> tuple[Rows, list[Printed]]:
     x, y = _points(book.curve(whole))
     lines.append(Line(label=_settings(whole, book), look=of_method("PACE"), x=x, y=y))
     for branch in book.where(method="PACE", schedule="wsd"):
-        after = branch.cell.after
+        after = branch.cell.run.after
         x, y = _points([(a, b) for a, b in book.curve(branch) if after is None or a >= after[1]])
         end = _text(book.loss(branch)) or ""
         lines.append(Line(label="PACE WSD branches", look=of_method("PACE WSD"), x=x, y=y, end=end))

@@ -209,7 +209,7 @@ def cells(label: str, scale: Scale) -> tuple[Cell, ...]:
     """What the figure needs: each cell after the one that it goes on from, none twice.
 
     >>> from paceline.experiments.paper.scales import PAPER
-    >>> [cell.after for cell in cells("appendix_pretrain_river", PAPER) if cell.after][0]
+    >>> [cell.run.after for cell in cells("appendix_pretrain_river", PAPER) if cell.run.after][0]
     ('gpt2_adamw_lr0.002_constant_4750_s42', 1900)
     """
     return _cells(scale)[experiment(label).label]
@@ -227,8 +227,8 @@ def _cells(scale: Scale) -> dict[str, tuple[Cell, ...]]:
     found = {label: _with_parents(entry.cells(scale)) for label, entry in EXPERIMENTS.items()}
     forks: dict[str, set[int]] = {}
     for cell in (cell for cells in found.values() for cell in cells):
-        if cell.after is not None:
-            forks.setdefault(cell.after[0], set()).add(cell.after[1])
+        if cell.run.after is not None:
+            forks.setdefault(cell.run.after[0], set()).add(cell.run.after[1])
 
     def kept(cell: Cell) -> Cell:
         steps = tuple(sorted(forks.get(cell.name, ())))
@@ -241,16 +241,16 @@ def _with_parents(cells: Cells) -> list[Cell]:
     """Constant rates first; what others go on from is there, also if the figure does not show it."""
     made = {(cell.model, cell.name): cell for cell in cells}
     for cell in list(made.values()):
-        if cell.after is not None and (cell.model, cell.after[0]) not in made:
+        if cell.run.after is not None and (cell.model, cell.run.after[0]) not in made:
             whole = _constant(cell)
             made[whole.model, whole.name] = whole
-    return sorted(made.values(), key=lambda cell: cell.after is not None)
+    return sorted(made.values(), key=lambda cell: cell.run.after is not None)
 
 
 def _constant(cell: Cell) -> Cell:
     """The cell that one with WSD goes on from."""
-    assert cell.after is not None
-    name = cell.after[0]
+    assert cell.run.after is not None
+    name = cell.run.after[0]
     steps = int(name.split("_")[-2])
     run = replace(cell.run, steps=steps, schedule="constant", fork=None)
     return replace(cell, name=name, run=run, schedule="constant", steps=steps)

@@ -116,7 +116,7 @@ class Book:
         if result is None:
             return []
         own = [(step, y) for step, y in take(result) if y is not None]
-        if cell.after is not None and (before := self.results.get(cell.after[0])) is not None:
+        if cell.run.after is not None and (before := self.results.get(cell.run.after[0])) is not None:
             first = min((step for step, _ in own), default=0)
             own = [(step, y) for step, y in take(before) if y is not None and step < first] + own
         return [(float(step), float(y)) for step, y in own]
@@ -141,11 +141,11 @@ class Book:
 def _diverged_before(cell: Cell, results: Mapping[str, Result]) -> Result | None:
     """What a branch that was never begun would have come to: the run that it goes on from diverged before it
     came there, and until there the two are one."""
-    before = results.get(cell.after[0]) if cell.after is not None else None
-    if cell.after is None or before is None or not before.diverged:
+    before = results.get(cell.run.after[0]) if cell.run.after is not None else None
+    if cell.run.after is None or before is None or not before.diverged:
         return None
     last = max((series[-1][0] for series in (before.train, before.evaluations) if series), default=0)
-    return replace(before, name=cell.name) if last <= cell.after[1] else None
+    return replace(before, name=cell.name) if last <= cell.run.after[1] else None
 
 
 def at(curve: Curve, x: float) -> float | None:

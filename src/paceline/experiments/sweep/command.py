@@ -269,8 +269,7 @@ def _size(run: Run) -> tuple[str, str]:
         return f"{run.epochs:g} epochs", "?"
     if run.chinchilla is not None:
         return f"{run.chinchilla:g} chinchilla", "?"
-    _, at, step = (run.fork or "").rpartition("@")
-    steps = steps_of(run, 0, 0) - (int(step) if at and step.isdigit() else 0)
+    steps = steps_of(run, 0, 0) - (run.after[1] if run.after else 0)
     return f"{steps:,}", f"{steps * run.batch_size * run.length:,}"
 
 

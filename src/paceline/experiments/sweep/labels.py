@@ -115,7 +115,7 @@ def labelled(options: argparse.Namespace, settings: Mapping[str, Any]) -> Labell
     later = {
         name: run
         for name, run in everything.items()
-        if name not in wanted and run.fork is not None and run.fork.rpartition("@")[0] in wanted
+        if name not in wanted and run.after is not None and run.after[0] in wanted
     }
     return Labelled(
         labels=labels,
