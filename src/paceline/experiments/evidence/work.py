@@ -38,7 +38,7 @@ def work(
     for name in studies:
         trials = list(STUDIES[name](room, known | done.results()))
         later = list(branches(trials, room))
-        wanted = left(together(trials, later), known, out / "cells")
+        wanted = left(together(trials, later), known)
         say(f"{name}: {len(wanted)} of {len(trials)} runs to do")
         if not wanted:
             continue
@@ -46,8 +46,9 @@ def work(
     return failed
 
 
-def left(trials: Mapping[str, Trial], known: Mapping[str, Result], cells: Path) -> dict[str, Trial]:
-    """Those that no record has; and what they go on from, if its checkpoint is not on this machine."""
+def left(trials: Mapping[str, Trial], known: Mapping[str, Result]) -> dict[str, Trial]:
+    """Those that no record has, and what they go on from: a record has no checkpoints. (The sweep does not do
+    again what it finds in its folder.)"""
     found = {name: one for name, one in trials.items() if name not in known}
     for one in list(found.values()):
         if one.run.after is not None and one.run.after[0] not in found:
