@@ -167,21 +167,27 @@ def test_a_time_is_turned_into_steps(room, tmp_path, capfd):
     assert len(list((out / "runs").iterdir())) == 1
 
 
-@pytest.mark.parametrize("seconds", [60, 600, 6000])
+@pytest.mark.parametrize(
+    "seconds, step_seconds", [(60, None), (600, None), (6000, None), (600, 0.5), (1200, 0.5), (6000, 3.0)]
+)
 @pytest.mark.parametrize("jobs", [1, 4])
-def test_a_plan_fits_its_time(seconds, jobs):
+def test_a_plan_fits_its_time(seconds, step_seconds, jobs):
+    """Also one in which a single evaluation takes as long as several steps."""
     request = plan.Request(settings={}, seconds=seconds)
-    run, found = Run(steps=300), trial()
+    run = Run(steps=300)
+    found = trial() if step_seconds is None else trial(step_seconds=step_seconds)
     steps = plan._steps(request, run, found, 8, jobs)
     planned = plan._with_evaluations(Run(steps=steps), found)
     total = 8 / jobs * plan._run_seconds(planned, found)
-    assert 0.6 * seconds < total <= 1.05 * seconds
+    assert 0.6 * seconds < total <= seconds
 
 
 def test_evaluations_are_many_enough_and_cheap():
     planned = plan._with_evaluations(Run(steps=4000, batch_size=64), trial(held_out_samples=10**6))
     assert planned.steps // planned.evaluate_every == plan.EVALUATIONS
     assert planned.held_out_samples * plan.EVALUATIONS < 0.2 * 4000 * 64
+    short = plan._with_evaluations(Run(steps=40, batch_size=16), trial(held_out_samples=10**6))
+    assert short.steps // short.evaluate_every == 5
     given = Run(steps=100, evaluate_every=7, held_out_samples=5)
     assert plan._with_evaluations(given, trial()) == given
 

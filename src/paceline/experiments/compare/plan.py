@@ -6,6 +6,7 @@ A plan is kept in its folder, so that the same command goes on with the same run
 import json
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -186,17 +187,21 @@ def _try(run: Run, at_once: int, threads: int, tell: Callable[[str], None]) -> T
 def _steps(request: Request, run: Run, trial: Trial, count: int, jobs: int) -> int:
     if request.seconds is None:
         return build.steps_of(run, trial.samples, trial.parameters)
-    each = request.seconds / math.ceil(count / jobs) - START_SECONDS
-    # Evaluations take their share of a run, as far as `_with_evaluations` cannot keep it down.
-    least = EVALUATIONS * 3 * _LEAST_HELD_OUT / run.batch_size * trial.step_seconds / 3
-    steps = int(0.8 * (each - min(least, 0.3 * each)) / trial.step_seconds)
-    if steps < EVALUATIONS:
-        needed = math.ceil(count / jobs) * (START_SECONDS + 1.9 * EVALUATIONS * trial.step_seconds)
+    rounds = math.ceil(count / jobs)
+
+    def all_of(steps: int) -> float:
+        """Seconds, with a quarter more than was measured."""
+        planned = _with_evaluations(replace(run, steps=steps), trial)
+        return rounds * (START_SECONDS + 1.25 * (_run_seconds(planned, trial) - START_SECONDS))
+
+    if all_of(EVALUATIONS) > request.seconds:
         raise ConfigError(
-            f"the time is enough for {max(steps, 0)} steps of each of {count} runs, too few to see anything; "
-            f"give {math.ceil(needed / 60)} min or more, fewer methods, rates or seeds, or a smaller model"
+            f"the time is enough for less than {EVALUATIONS} steps of each of {count} runs, too few to see "
+            f"anything; give {math.ceil(all_of(EVALUATIONS) / 60)} min or more, fewer methods, rates or "
+            "seeds, or a smaller model"
         )
-    return steps
+    possible = range(EVALUATIONS, int(request.seconds / rounds / trial.step_seconds) + 1)
+    return possible[bisect_right(possible, request.seconds, key=all_of) - 1]
 
 
 def _check_passes(run: Run, trial: Trial) -> None:
@@ -214,10 +219,16 @@ _LEAST_HELD_OUT = 64
 
 
 def _with_evaluations(run: Run, trial: Trial) -> Run:
-    """Evaluations that take about a seventh of a run, unless the user said how many, and of how much."""
+    """Twenty evaluations that take about a seventh of a run, unless the user said how many, and of how much.
+
+    Of a short run fewer, down to five: what one costs at least is soon more than the steps between two.
+    """
     assert run.steps is not None
-    every = run.evaluate_every or max(1, run.steps // EVALUATIONS)
     samples = run.held_out_samples
+    # Three sets of weights, a third of a step's time for each batch: half as long as the steps before it.
+    apart = math.ceil(2 * (samples or _LEAST_HELD_OUT) / run.batch_size)
+    often = min(max(run.steps // EVALUATIONS, apart), run.steps // 5)
+    every = run.evaluate_every or max(1, often)
     if samples is None:
         samples = max(_LEAST_HELD_OUT, round(0.15 * every * run.batch_size))
         samples = min(samples, trial.held_out_samples)
