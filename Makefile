@@ -29,7 +29,8 @@ demo: $(DEMO)
 test: $(READY)
 	$(PYTEST)
 	# JAX in processes of its own: one that has imported it must not fork, which tests of other parts do.
-	$(PYTEST) tests/integrations/test_optax.py
+	# Few tests: a worker more would be imports.
+	$(PYTEST) -n 2 tests/integrations/test_optax.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

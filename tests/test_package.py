@@ -70,7 +70,7 @@ def wheel(tmp_path_factory):
     return wheel
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wheel_without_the_packages_that_are_optional(wheel, tmp_path):
     """Unpacked, and used where no package that is optional can be imported."""
     listing = run(sys.executable, "-m", "zipfile", "--list", wheel)

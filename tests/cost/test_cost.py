@@ -620,7 +620,7 @@ def test_pictures_are_drawn(tmp_path):
     assert all(path.stat().st_size > 20_000 for path in made)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_on_a_cpu(tmp_path, monkeypatch, capsys):
     script = ROOT / "benchmarks/cost.py"
     if not script.exists():

@@ -458,7 +458,7 @@ class Slowly(TrainerCallback):
         time.sleep(0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_run_ends_as_an_uninterrupted_one(tmp_path):
     changes = {"max_steps": 10, "save_steps": 2, "when": "every step"}
     code = (

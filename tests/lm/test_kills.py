@@ -8,7 +8,7 @@ import kills
 import pytest
 import trials
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # test_trainer_faults.py kills at chosen moments, every day
 KILLS = 5
 
 
@@ -26,7 +26,6 @@ def test_killed_runs_end_as_undisturbed_ones(tmp_path):
     assert tally.kills >= KILLS
 
 
-@pytest.mark.long
 def test_a_trainer_that_saves_naively_does_not_survive(tmp_path):
     """The twin that must fail: without it nobody knows whether the kills hit anything."""
     for seed in range(6):

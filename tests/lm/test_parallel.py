@@ -192,9 +192,9 @@ def steps_taken(folder, steps):
             place.rmdir()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 1, 2), pytest.param((2, 4, 1, 3), marks=pytest.mark.long)])
-@pytest.mark.parametrize("how", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 4, 1, 3)])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_a_run_goes_on_on_any_number_of_ranks(tmp_path, words, capsys, how, sizes):
     """Stopped at steps 5, 7, …, between updates of the averages."""
     words, alone = words

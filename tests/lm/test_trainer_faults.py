@@ -669,6 +669,7 @@ def test_settings_that_may_change_do(attempt, begun, runs):
 # --- F11: memory ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_too_little_memory_is_explained_and_harms_nothing(attempt, runs, tmp_path):
     run = dataclasses.replace(runs["pretrain"], batch_size=512, micro_batch_size=None, steps=2)
     run = dataclasses.replace(run, checkpoint_every=1, held_out_samples=1)

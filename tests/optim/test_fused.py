@@ -614,6 +614,7 @@ for of, stored, rounding, wide in (
 """
 
 
+@pytest.mark.long
 def test_it_compiles_to_loads_of_16_bytes(tmp_path):
     """For an H100 and its kin, without one: all but the last chunk of a tensor, in both precisions."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -213,7 +213,7 @@ def check_whole(out, expected):
     assert not list(out.glob("cells/*/checkpoints")) and not list(out.glob("cells/*/.tmp-*"))
 
 
-@pytest.mark.long  # test_labels.py kills others
+@pytest.mark.long
 def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed, tmp_path):
     """Alone or with its children: those of a parent that was killed end by themselves."""
     _, expected, seconds = undisturbed
