@@ -36,6 +36,7 @@ _FAULTS = "tests/optim/test_faults.py"
 _STATE = "tests/optim/test_state.py"
 _LOADING = "tests/optim/test_loading.py"
 _FUSED = "tests/optim/test_fused.py"
+_LOOK = "tests/optim/test_look.py::test_it_is_there"
 _CHECKPOINTS = "tests/optim/test_checkpoints.py"
 _WEIGHTS = "tests/optim/test_weights.py"
 _EXPORT = "tests/optim/test_export.py"
@@ -397,8 +398,8 @@ RULE = [
     Mutant(
         "rule-shares-unrounded",
         "rule.py",
-        "else torch.tensor(1 - rate, dtype=dtype).item()",
-        "else 1 - rate",
+        "keep = ctypes.c_float(1 - rate).value",
+        "keep = 1 - rate",
         (_CONSTANT,),
     ),
     Mutant(
@@ -991,8 +992,8 @@ STATE = [
     Mutant(
         "members-whatever-settings",
         "members.py",
-        "if settings != self._settings or len(params)",
-        "if len(params)",
+        "if settings != self._settings:",
+        "if False:",
         (_FITS,),
     ),
     Mutant(
@@ -1005,8 +1006,8 @@ STATE = [
     Mutant(
         "members-whatever-states",
         "members.py",
-        " or not all(map(is_, states.values(), self._states)):",
-        ":",
+        "return len(states) == len(before) and all(map(is_, states.values(), before))",
+        "return len(states) == len(before)",
         (_FITS,),
     ),
     Mutant(
@@ -1022,6 +1023,139 @@ STATE = [
         'self.memo["counts"].add_(1)',
         'self.memo["counts"].add_(2)',
         ("tests/optim/test_native.py",),
+    ),
+    Mutant(
+        "look-whatever-entries",
+        "look.c",
+        " || entry != PyList_GET_ITEM(entries, seen)) return 0;",
+        ") return 0;",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-dictionaries-never-change",
+        "look.c",
+        "if (version && version == memory->versions[i]) {",
+        "if (memory->versions[i]) {",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-entries-anywhere",
+        "look.c",
+        "|| at != memory->kept_at[i])) return 0;",
+        ")) return 0;",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-parameters-anywhere",
+        "look.c",
+        "torch.data_ptr(visitor, &at) || at != memory->at[i])",
+        "torch.data_ptr(visitor, &at))",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-whatever-order",
+        "look.c",
+        " || now.strides[i] != kind->strides[i]) return 0;",
+        ") return 0;",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-whatever-sizes",
+        "look.c",
+        "if (now.sizes[i] != kind->sizes[i] || ",
+        "if (",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-whatever-precision",
+        "look.c",
+        "if (now.dtype != kind->dtype || now.dim",
+        "if (now.dim",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-negative-views-are-plain",
+        "look.c",
+        "kind->layout == layout && !torch.is_neg(tensor) &&",
+        "kind->layout == layout &&",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-whatever-class",
+        "look.c",
+        "if (Py_TYPE(object) != kind->type || !kind_of",
+        "if (object == Py_None || !kind_of",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-unwritten-zeros-are-plain",
+        "look.c",
+        "(*grad_at || is_empty(kind))",
+        "1",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-idle-for-ever",
+        "look.c",
+        "||\n        !are_idle(idle))",
+        "||\n        0)",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-whatever-parameters",
+        "look.c",
+        "!are_same(params, params_before) || ",
+        "",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-whatever-states",
+        "look.c",
+        "value != PyList_GET_ITEM(arguments[1], seen))",
+        "0)",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-gradients-stay",
+        "look.c",
+        "moved |= addresses[i] != (int64_t)(intptr_t)at;",
+        "moved |= addresses[i] == 0;",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-keeps-the-last-parameter",
+        "look.c",
+        "    PyBuffer_Release(&buffer);\n    leave();\n",
+        "    PyBuffer_Release(&buffer);\n",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-keeps-handles",
+        "look.c",
+        "torch.delete_handle(memory->handles[i]);",
+        "memory->handles[i] = NULL;",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "members-addresses-written-over",
+        "members.py",
+        "self._grad_addresses = self._now[:]",
+        "self._grad_addresses = self._now",
+        (_FITS,),
+    ),
+    Mutant(
+        "building-a-refusal-is-forgotten",
+        "building.py",
+        "    if refused.exists():\n",
+        "    if refused.is_dir():\n",
+        ("tests/optim/test_look.py",),
+    ),
+    Mutant(
+        "fused-alignment-of-any",
+        "fused.py",
+        "& _last_bits(len(addresses)) == 0",
+        "& _last_bits(1) == 0",
+        (f"{_FUSED}::test_addresses_are_aligned_if_all_of_them_are",),
     ),
     Mutant(
         "members-gradients-kept",
@@ -1134,21 +1268,21 @@ PACE = [
     Mutant(
         "fused-sums-of-other-moments",
         "fused.py",
-        "if anew or self._versions is None or self._versions != self._versions_now():",
+        "if anew or self._versions is None or self._versions != self._found:",
         "if anew or self._versions is None:",
         (f"{_FUSED}::test_sums_of_second_moments_are_of_the_moments_as_they_are",),
     ),
     Mutant(
         "fused-sums-of-no-step",
         "fused.py",
-        "self._versions = self._versions_now() if sums else None",
-        "self._versions = self._versions_now()",
+        "(self._found or self._versions_now()) if sums else None, None",
+        "self._found or self._versions_now(), None",
         (f"{_FUSED}::test_sums_of_second_moments_are_of_the_moments_as_they_are",),
     ),
     Mutant(
         "native-sums-of-other-moments",
         "native.py",
-        "if self.added_up is None or self.added_up != self.versions():",
+        "if self.added_up is None or self.added_up != self.found:",
         "if self.added_up is None:",
         ("tests/optim/test_native.py",),
     ),

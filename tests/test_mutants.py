@@ -16,7 +16,8 @@ def test_each_applies_in_one_place_compiles_and_is_like_no_other():
     for mutant in MUTANTS:
         try:
             broken = mutant.applied_to(texts[mutant.file])
-            compile(broken, mutant.file, "exec")
+            if mutant.file.endswith(".py"):
+                compile(broken, mutant.file, "exec")
         except (ValueError, SyntaxError) as error:
             wrong.append(f"{mutant.name}: {error}")
             continue

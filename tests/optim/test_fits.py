@@ -9,9 +9,17 @@ import torch
 from problems import assert_same_bits, everything
 
 from paceline import PACE
-from paceline.optim import native, work
+from paceline.optim import look, members, native, reset_average, work
 
 KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+@pytest.fixture(params=["looked at in C", "looked at in Python"], autouse=True)
+def looks_in_c(request, monkeypatch):
+    """What makes one pass looks by look.c, or by itself as where that cannot be built."""
+    if request.param == "looked at in Python":
+        monkeypatch.setattr(look, "functions", lambda: None)
+    return request.param == "looked at in C" and look.functions() is not None
 
 
 def _swap_memory(optimizer, parameter):
@@ -76,6 +84,27 @@ def _load(optimizer, parameter):
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+def _swap_tensors(optimizer, parameter):
+    """Another tensor behind the same Python object; the one that was behind it is freed."""
+    torch.utils.swap_tensors(parameter, torch.ones(4, 4).requires_grad_())
+
+
+def _reset(optimizer, parameter):
+    reset_average(optimizer)
+
+
+def _replace_moment_twice(optimizer, parameter):
+    state = optimizer.state[parameter]
+    before = state["exp_avg"]
+    state["exp_avg"] = torch.full_like(parameter, 0.5)
+    state["exp_avg"] = before
+
+
+def _move_entry_to_the_end(optimizer, parameter):
+    state = optimizer.state[parameter]
+    state["exp_avg"] = state.pop("exp_avg")
+
+
 def _nothing(optimizer, parameter):
     pass
 
@@ -85,7 +114,7 @@ CHANGES = [
     *(_widen_memory_of_average, _replace_state),
     *(_drop_state, _ask_for_a_second_average, _reset_count, _replace_memory_of_count),
     *(_reverse_parameters, _add_group),
-    *(_show_the_average, _load),
+    *(_show_the_average, _load, _swap_tensors, _reset, _replace_moment_twice, _move_entry_to_the_end),
 ]
 
 
@@ -210,7 +239,10 @@ class Wrapped(torch.Tensor):
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("make", [lambda g: g.as_subclass(Wrapped), torch._neg_view])
+@pytest.mark.parametrize(
+    "make",
+    [lambda g: g.as_subclass(Wrapped), torch._neg_view, lambda g: torch._efficientzerotensor(g.shape)],
+)
 def test_one_pass_refuses_gradients_that_are_not_what_lies_at_their_address(make, steps_before):
     """The paths of torch's own operations take them."""
     for kind in KINDS:
@@ -317,3 +349,66 @@ def test_a_compiler_that_is_not_there_is_said_too(lacking, monkeypatch, tmp_path
     monkeypatch.undo()
     for remembered in (native._library, native.missing, work._warn_once):
         remembered.cache_clear()
+
+
+def test_one_pass_looks_by_c_where_it_can(looks_in_c):
+    for kind in KINDS:
+        _, optimizer = stepped(kind)
+        fit = optimizer._fits._groups[0]
+        assert fit.looks_in_c is (looks_in_c and kind == "fused")
+        assert optimizer._fits._same is (look.functions().same if fit.looks_in_c else members._are_values)
+
+
+def test_gradients_are_those_that_the_parameters_have(looks_in_c):
+    """Of backward, which Python has not seen yet, and of Python; moved or not."""
+    parameters = [torch.ones(4).requires_grad_() for _ in range(3)]
+    optimizer = PACE(parameters, fused=True)
+    seen, copies = [], []
+    for t in range(6):
+        if t in (0, 2, 4):
+            optimizer.zero_grad()
+            sum((parameter * (t + i)).sum() for i, parameter in enumerate(parameters)).backward()
+        elif t == 3:
+            for parameter in parameters:
+                parameter.grad = torch.full((4,), 7.0)
+        found = work.plan_all(optimizer.state, optimizer.param_groups, optimizer._fits)[0].members
+        assert all(grad is parameter.grad for grad, parameter in zip(found.grads, parameters, strict=True))
+        assert found.addresses.tolist() == [parameter.grad.data_ptr() for parameter in parameters]
+        seen.append(found.addresses)
+        copies.append(found.addresses.tolist())
+    assert copies == [addresses.tolist() for addresses in seen]  # what was handed out is not written to
+    assert seen[1] is seen[0] and seen[5] is seen[4]
+
+
+def test_a_parameter_that_became_a_negative_view_is_noticed():
+    """At the same address, of the same size and strides."""
+    parameter, optimizer = stepped("fused")
+    before = optimizer._fits._groups[0]
+    parameter.data = torch._neg_view(parameter.data)
+    works = work.plan_all(optimizer.state, optimizer.param_groups, optimizer._fits)
+    assert works[0].anew and optimizer._fits._groups.get(0) is not before
+
+
+def test_nothing_is_kept_alive_by_what_was_remembered():
+    """Also where parameters and optimizer keep each other, which only a collector of cycles can see."""
+    parameters = [torch.ones(4).requires_grad_() for _ in range(3)]
+    optimizer = PACE(parameters, fused=True)
+    parameters[1].owner = optimizer
+    replaced = []
+    for _ in range(20):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        optimizer.step()
+        moment = optimizer.state[parameters[0]]["exp_avg"]
+        replaced.append(weakref.ref(moment))
+        optimizer.state[parameters[0]]["exp_avg"] = moment.clone()  # a new fit at the next step
+        del moment
+    optimizer.step()
+    gc.collect()
+    assert [there() for there in replaced] == [None] * len(replaced)
+    kept = [entry for parameter in parameters for entry in optimizer.state[parameter].values()]
+    left = [weakref.ref(tensor) for tensor in (*parameters, *kept)]
+    optimizer.step()
+    del optimizer, parameters, parameter, kept
+    gc.collect()
+    assert [there() for there in left] == [None] * len(left)

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import warnings
+from array import array
+from itertools import product
 
 import numpy as np
 import pytest
@@ -653,3 +655,11 @@ def test_nothing_waits_for_the_device_and_nothing_is_allocated():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < 100_000
+
+
+def test_addresses_are_aligned_if_all_of_them_are():
+    assert fused._are_aligned(array("q", [0, 16, 2**40, 2**47 + 32]))
+    for place, last in product(range(3), (1, 2, 4, 8)):
+        addresses = array("q", [16, 2**47 + 48, 2**30])
+        addresses[place] += last
+        assert not fused._are_aligned(addresses)

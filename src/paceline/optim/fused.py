@@ -1,8 +1,11 @@
 """The update on a GPU in one pass over memory: one launch of kernel.py for all tensors of a kind."""
 
 import math
+import sys
+from array import array
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,9 +55,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def refusal(slot: Slot) -> str | None:
     """Why a parameter cannot take this path, in words that follow its name; None if it can."""
     live = slot.live
-    for name, array in (("", live), ("has a gradient that ", slot.grad)):
-        if array.dtype not in DTYPES:
-            return f"{name}is {array.dtype}; fused=True on a GPU is for float32, bfloat16 and float16"
+    for name, tensor in (("", live), ("has a gradient that ", slot.grad)):
+        if tensor.dtype not in DTYPES:
+            return f"{name}is {tensor.dtype}; fused=True on a GPU is for float32, bfloat16 and float16"
     if slot.average.dtype not in STORED:
         return f"is {live.dtype} and its state is of another precision than PACE gave it"
     if not lie_alike(slot):
@@ -169,13 +172,18 @@ class _Launch:
         self._parts = self._block // BLOCK if self._stored == torch.int8 else 1
         self._sums = torch.empty((len(self._chunks), self._parts), device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
-        self._sent: list[int] = []
+        self._sent: array[int] = array("q")
         self._grads_aligned = False
         self._one = torch.ones((), device=self._device)
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
         self._spares = list[Tensor]()
         self._captured = dict[tuple[int, ...], Tensor]()
+        self._second_moments = [slot.exp_avg_sq for slot in self._slots]
         self._versions: list[int] | None = None
+        """Of the second moments that the sums are of; those of a step that added up none are of no use."""
+        self._found: list[int] | None = None
+        """Versions that this step has found."""
+        self._guard = torch.cuda.device(self._device if self._device.type == "cuda" else -1)
         self._on_host = any(slot.average.device != live.device for slot in self._slots)
         self._done: torch.cuda.Event | None = None
 
@@ -185,22 +193,23 @@ class _Launch:
         if done is not None:
             done.synchronize()
 
-    def set_gradients(self, addresses: list[int]) -> bool:
+    def set_gradients(self, addresses: "array[int]") -> bool:
         """Where they are at this step; those of all members. Whether that was captured."""
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # They often come back to where they were, with nothing to send; but a replay sends those of its own.
         if addresses is self._sent and not capturing and not self._captured:
             return False
-        own = addresses if len(addresses) == len(self.places) else [addresses[i] for i in self.places]
+        whole = len(addresses) == len(self.places)
+        own = addresses if whole else array("q", [addresses[i] for i in self.places])
         if capturing:  # what is replayed is the copy, so that what is copied has to stay
             self._grads.copy_(self._pinned(own), non_blocking=True)
         else:
-            self._grads.copy_(torch.tensor(own, dtype=torch.int64), non_blocking=True)
-        self._sent = addresses  # a list of the members, made anew where any of them has moved
-        self._grads_aligned = all(address % 16 == 0 for address in own)
+            self._grads.copy_(torch.frombuffer(own, dtype=torch.int64), non_blocking=True)
+        self._sent = addresses  # those of the members, made anew where any of them has moved
+        self._grads_aligned = _are_aligned(own)
         return capturing
 
-    def _pinned(self, addresses: list[int]) -> Tensor:
+    def _pinned(self, addresses: "array[int]") -> Tensor:
         """Addresses in memory that stays as it is."""
         key = tuple(addresses)
         if key not in self._captured:
@@ -209,7 +218,7 @@ class _Launch:
                     f"more than {SPARES} captures of a fused step since the last that was not captured: take "
                     "such a step between"
                 )
-            self._captured[key] = self._spares.pop().copy_(torch.tensor(addresses, dtype=torch.int64))
+            self._captured[key] = self._spares.pop().copy_(torch.frombuffer(addresses, dtype=torch.int64))
         return self._captured[key]
 
     def counts_on_device(self) -> Tensor:
@@ -263,7 +272,8 @@ class _Launch:
                 "BLOCK": self._block,
             },
         )  # fmt: skip
-        self._versions = self._versions_now() if sums else None
+        # Those from before it are as good: whoever changes them in between only has them added up anew.
+        self._versions, self._found = (self._found or self._versions_now()) if sums else None, None
         if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
@@ -290,7 +300,8 @@ class _Launch:
         from paceline.optim import kernel
 
         found = torch.empty(len(self.places), dtype=torch.float64, device=self._device)
-        if anew or self._versions is None or self._versions != self._versions_now():
+        self._found = None if anew else self._versions_now()
+        if anew or self._versions is None or self._versions != self._found:
             constants = {"MOMENTS": self._moments, "SUMS": self._parts}
             constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
             self._run(kernel.add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
@@ -308,12 +319,14 @@ class _Launch:
     ) -> None:
         """Launch a function of kernel.py; `constants` are in its order, and dtypes as torch has them."""
         warps = self._warps if warps is None else warps
-        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+        with self._guard:
             key = function, self._device, warps, *constants.values()
             compiled = _compiled.get(key)
             if compiled is not None:
+                # Of a tensor Triton would ask the driver whether the device can reach it, each time.
+                plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
                 try:
-                    compiled[(programs, 1, 1)](*arguments, *constants)  # their places count, not their values
+                    compiled[(programs, 1, 1)](*plain, *constants)  # their places count, not their values
                     return
                 except TypeError:  # from a Triton that wants other arguments, before anything is launched
                     pass
@@ -324,7 +337,20 @@ class _Launch:
 
     def _versions_now(self) -> list[int]:
         """By which to see that nobody else changed a second moment; of the kernel torch does not know."""
-        return [slot.exp_avg_sq._version for slot in self._slots]
+        return list(map(_version, self._second_moments))
+
+
+_version = attrgetter("_version")
+
+
+def _are_aligned(addresses: "array[int]") -> bool:
+    """Whether all are multiples of 16 bytes: of one number that they are digits of, a tenth of the time."""
+    return int.from_bytes(addresses.tobytes(), sys.byteorder) & _last_bits(len(addresses)) == 0
+
+
+@lru_cache(maxsize=64)
+def _last_bits(count: int) -> int:
+    return int.from_bytes(array("q", [15]) * count, sys.byteorder)
 
 
 # Triton's own launch looks at every argument anew, which takes longer than all else that a small step does.

@@ -3,6 +3,8 @@
 Most steps are like the one before, and to look at everything anew takes longer than to update a small tensor.
 """
 
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import lru_cache
 from itertools import chain, repeat
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.nn import Parameter
 
+from paceline.optim import look
 from paceline.optim.rule import Slot
 from paceline.optim.sharded import cut_of, local
 from paceline.optim.state import State
@@ -28,8 +31,8 @@ class Members(NamedTuple):
     parameters: list[Tensor]
     states: list[State]
     grads: list[Tensor]
-    addresses: list[int]
-    """Of the gradients."""
+    addresses: "array[int]"
+    """Of the gradients; another array where any of them has moved."""
     rests: list[Slot]
     """Their slots, with live in place of the gradient."""
     memo: dict[str, Any]
@@ -46,7 +49,7 @@ class Members(NamedTuple):
         """Parameters, their states and slots. Only a path that makes one pass asks for addresses, which
         sharded tensors do not have."""
         grads = [slot.grad for slot in slots]
-        addresses = list(map(_address, grads)) if one_pass else []
+        addresses = _addresses(grads) if one_pass else _NOWHERE
         # They are remembered, and a gradient must not be kept alive.
         rests = [slot._replace(grad=slot.live) for slot in slots]
         return Members(parameters, states, grads, addresses, rests, memo)
@@ -87,7 +90,7 @@ class Members(NamedTuple):
             return [column[i] for i in places]
 
         memo = self.memo.setdefault(kind, {})
-        grads, addresses = own(self.grads), own(self.addresses)
+        grads, addresses = own(self.grads), array("q", [self.addresses[i] for i in places])
         return Members(own(self.parameters), own(self.states), grads, addresses, own(self.rests), memo)
 
 
@@ -119,11 +122,18 @@ class Fit:
         self._cuts = list(map(cut_of, self._parameters)) if self._cut_arrays else []
         self._specs: list[object] = []
         parts = self._parts(self._parameters)
-        self._addresses = list(map(_address, self._all_parts()))
-        self._grad_addresses = members.addresses or list(map(_address, members.grads))
+        self._addresses = _addresses(self._all_parts())
+        self._grad_addresses = members.addresses or _addresses(members.grads)
         self._looks, self._look_alike = _looks(members.grads), _look_of(members.grads)
         self._own_looks, self._own_alike = _looks(parts), _look_of(parts)
         self._settings = settings
+        # The same questions in one call; of what is cut over ranks it knows nothing.
+        functions = look.functions() if self._memo["one pass"] and not self._cut_arrays else None
+        self._look, self._remembered, self._now = None, None, self._grad_addresses[:]
+        if functions is not None:
+            lists = self._parameters, members.grads, states, self._kept
+            self._remembered = functions.remember(*lists)  # None, if there is a tensor that is not plain
+            self._look = None if self._remembered is None else functions.again
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of parameters or gradients."""
@@ -160,7 +170,29 @@ class Fit:
 
     def again(self, params: list[Tensor], settings: tuple[object, ...]) -> Members | None:
         """The members with their new gradients; None if anything is not as it was."""
-        if settings != self._settings or len(params) != len(self._params):
+        if settings != self._settings:
+            return None
+        grads = self._grads_again(params) if self._look is None else self._grads_at_a_look(params)
+        if grads is None:
+            return None
+        return Members(self._parameters, self._seen, grads, self._grad_addresses, self._rests, self._memo)
+
+    def _grads_at_a_look(self, params: list[Tensor]) -> list[Tensor] | None:
+        """As `_grads_again`, by look.c."""
+        assert self._look is not None
+        lists = params, self._params, self._parameters, self._idle, self._states, self._kept
+        found = self._look(self._remembered, *lists, self._now)
+        if found is None:
+            return None
+        grads: list[Tensor]
+        grads, moved = found
+        if moved:
+            self._grad_addresses = self._now[:]
+        return grads
+
+    def _grads_again(self, params: list[Tensor]) -> list[Tensor] | None:
+        """The gradients at their addresses; None if anything is not as it was."""
+        if len(params) != len(self._params):
             return None
         if not all(map(is_, params, self._params)) or not self._are_where_they_were():
             return None
@@ -175,11 +207,15 @@ class Fit:
         if any(parameter.grad is not None for parameter in self._idle):
             return None
         if not _are_at(grads, self._grad_addresses):
-            self._grad_addresses = list(map(_address, grads))
-        addresses = self._grad_addresses
-        if not all(addresses) and not all(map(is_plain, grads)):
+            self._grad_addresses = _addresses(grads)
+        if not all(self._grad_addresses) and not all(map(is_plain, grads)):
             return None
-        return Members(self._parameters, self._seen, grads, addresses, self._rests, self._memo)
+        return grads
+
+    @property
+    def looks_in_c(self) -> bool:
+        """Whether look.c does it."""
+        return self._look is not None
 
     def captured(self) -> list[object]:
         """What a graph was captured with."""
@@ -203,6 +239,7 @@ class Fits:
     def __init__(self) -> None:
         self._groups: dict[int, Fit] = {}
         self._states: list[State] = []
+        self._same: Callable[[Any, list[State]], bool] = _are_values
         self._captured: list[object] = []
 
     def __len__(self) -> int:
@@ -216,7 +253,8 @@ class Fits:
 
     def look(self, states: States) -> None:
         """Forget all, if a parameter has another state than it had."""
-        if len(states) != len(self._states) or not all(map(is_, states.values(), self._states)):
+        same = _are_values if torch.compiler.is_compiling() else self._same  # which may be in C
+        if not same(states, self._states):
             self.clear()
 
     def again(self, number: int, params: list[Tensor], settings: tuple[object, ...]) -> Members | None:
@@ -237,9 +275,13 @@ class Fits:
         """Remember a group as it is now."""
         self._states = list(states.values())
         self._groups[number] = fit
+        # Of others than Python's own dictionaries C knows nothing.
+        quick = fit.looks_in_c and type(states) in (dict, defaultdict)
+        self._same = look.functions().same if quick else _are_values
 
 
 _address, _grad = Tensor.data_ptr, attrgetter("grad")
+_NOWHERE = array("q")  # made here, as a compiler knows of no arrays
 _part = attrgetter("_local_tensor")  # as `local`, where it is known to be cut
 # In torch for CUDA only, and not for users; where it is missing, Python does the same in five times the time.
 _data_ptrs_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -250,10 +292,18 @@ def _indices(count: int) -> list[int]:
     return list(range(count))
 
 
-def _are_at(tensors: list[Tensor], addresses: list[int]) -> bool:
+def _addresses(tensors: list[Tensor]) -> "array[int]":
+    return array("q", map(_address, tensors))
+
+
+def _are_at(tensors: list[Tensor], addresses: "array[int]") -> bool:
     if _data_ptrs_equal is not None:
-        return bool(_data_ptrs_equal(tensors, addresses, _indices(len(tensors))))
-    return list(map(_address, tensors)) == addresses
+        return bool(_data_ptrs_equal(tensors, addresses.tolist(), _indices(len(tensors))))
+    return _addresses(tensors) == addresses
+
+
+def _are_values(states: States, before: list[State]) -> bool:
+    return len(states) == len(before) and all(map(is_, states.values(), before))
 
 
 def _values(states: list[State]) -> Iterable[Tensor]:

@@ -6,22 +6,18 @@ threads. Equal to `pace_step_` to a few units in the last place, on weights and 
 """
 
 import ctypes
-import hashlib
 import math
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.cache import cache_folder
+from paceline.optim.building import built
 from paceline.optim.members import Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
@@ -72,30 +68,7 @@ def _library() -> Any:
 
 def _built() -> Path:
     """The shared library, built if it is not there yet."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    about = (" ".join(FLAGS), platform.platform(), str(compiler))
-    key = hashlib.sha256("\0".join((SOURCE.read_text(), *about)).encode()).hexdigest()[:16]
-    folder = cache_folder() / "native"
-    library = folder / f"step-{key}.so"
-    if library.exists():
-        return library
-    if compiler is None:
-        raise RuntimeError(
-            "needs a small function in C, and there is no compiler to build it: neither cc, gcc nor clang, "
-            "and CC is not set"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as room:
-        made = Path(room) / library.name
-        command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        if ran.returncode != 0:
-            raise RuntimeError(
-                f"needs {SOURCE.name}, which {compiler} could not build; CC names another compiler. It said: "
-                f"{ran.stderr.strip()[-500:]}"
-            )
-        made.replace(library)  # whole or not there, also for a process that builds it at the same time
-    return library
+    return built(SOURCE, "step", FLAGS)
 
 
 # --- The step ---------------------------------------------------------------------------------------
@@ -142,7 +115,8 @@ def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: 
         pull = _PULLS[recipe.gain] if at.pulling else 0
         lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
         arrays.call(_library().paceline_step, ctypes.byref(scalars), pull, lookahead, averages)
-        arrays.added_up = arrays.versions() if pull == _PULLS["scaled"] else None
+        # Those from before it are as good: whoever changes them in between only has them added up anew.
+        arrays.added_up, arrays.found = arrays.found if pull == _PULLS["scaled"] else None, None
 
 
 def energy_of(members: Members, beta2: float, capturable: bool) -> float | None:
@@ -151,13 +125,17 @@ def energy_of(members: Members, beta2: float, capturable: bool) -> float | None:
     stepped = [arrays for arrays in _alike(members, counts) if counts[arrays.places[0]] > 0]
     if not stepped:
         return None
-    parts = [total / (1 - beta2 ** counts[a.places[0]]) for a in stepped for total in a.second_moments()]
-    return math.fsum(part for part in parts if math.isfinite(part))
+    parts = []
+    for arrays in stepped:
+        correction = 1 - beta2 ** counts[arrays.places[0]]
+        parts += [total / correction for total in arrays.second_moments()]
+    return math.fsum(filter(math.isfinite, parts))
 
 
 def _alike(members: Members, counts: list[float]) -> "list[_Arrays]":
     """The arrays of members of one age each."""
-    younger = [counts[0] - count for count in counts]
+    same = counts.count(counts[0]) == len(counts)
+    younger = [] if same else [counts[0] - count for count in counts]
     if members.memo.get("younger") != younger:
         places: dict[float, list[int]] = {}
         for i, count in enumerate(counts):
@@ -177,24 +155,29 @@ class _Arrays:
         self.slots = [rests[i] for i in places]
         self.added_up: list[int] | None = None
         """Versions of the second moments whose sums are at hand."""
+        self.found: list[int] | None = None
+        """Versions that this step has found, if anything asked for sums."""
+        self._second_moments = [slot.exp_avg_sq for slot in self.slots]
         self._tensors = array("q", [number for slot in self.slots for number in row_of(slot)])
         elements = self._tensors[6::7]
         self._count, self._elements = len(places), sum(elements)
         self._sums = array("d", bytes(8 * sum(-(-n // BLOCK) for n in elements)))
 
-    def set_gradients(self, addresses: list[int]) -> None:
+    def set_gradients(self, addresses: "array[int]") -> None:
         """Where they are at this step; those of all members."""
-        self._tensors[1::7] = array("q", [addresses[i] for i in self.places])
+        whole = len(addresses) == len(self.places)
+        self._tensors[1::7] = addresses if whole else array("q", [addresses[i] for i in self.places])
 
     def versions(self) -> list[int]:
         """By which to see that nobody else changed a second moment; of native.c torch does not know."""
-        return [slot.exp_avg_sq._version for slot in self.slots]
+        return list(map(_version, self._second_moments))
 
     def second_moments(self) -> list[float]:
         """The sum of each: as the last step found it, or anew, to the same bits."""
-        if self.added_up is None or self.added_up != self.versions():
+        self.found = self.versions()
+        if self.added_up is None or self.added_up != self.found:
             self.call(_library().paceline_sums)
-            self.added_up = self.versions()
+            self.added_up = self.found
         return self.totals()
 
     def call(self, function: Any, *more: object) -> None:
@@ -219,6 +202,9 @@ class _Arrays:
         (tensors, _), (sums, _) = self._tensors.buffer_info(), self._sums.buffer_info()
         _library().paceline_totals(tensors, self._count, sums, found.buffer_info()[0])
         return found.tolist()
+
+
+_version = attrgetter("_version")
 
 
 @cache

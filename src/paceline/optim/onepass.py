@@ -8,6 +8,8 @@ from torch import Tensor
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_count, gain_limit, seed_average_, shares
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 class Numbers(NamedTuple):
     """Of one step, for float32; in this order they are arguments of native.c and kernel.py. Floats, or
@@ -50,7 +52,7 @@ def numbers_of(at: At, recipe: Recipe, scale: float, factor: float = 1.0) -> Num
         root_factor=float(1 / at.root_correction),
         eps=float(recipe.eps),
         step_size=float(at.step_size),
-        numerator=min(float(numerator), torch.finfo(torch.float32).max),
+        numerator=min(float(numerator), _LARGEST),
         rate=float(at.rate),
         limit=float(gain_limit(recipe, torch.float32)),
         keep=float(keep),
@@ -77,7 +79,7 @@ def numbers_on_device(t: Tensor, recipe: Recipe) -> Tensor:
         root_factor=1 / at.root_correction,
         eps=recipe.eps,
         step_size=at.step_size,
-        numerator=torch.where(pulled, numerator, 0.0).clamp(max=torch.finfo(torch.float32).max),
+        numerator=torch.where(pulled, numerator, 0.0).clamp(max=_LARGEST),
         rate=at.rate,
         limit=gain_limit(recipe, torch.float32),
         **dict(zip(("keep", "move"), shares(at.rate, torch.float32), strict=True)),

@@ -4,6 +4,7 @@ Two sets of weights: `live` is where gradients are taken, `average` is what is e
 Scalars that depend on the step are floats, or 0-dim tensors where the step must not leave the device.
 """
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -192,7 +193,12 @@ def shares(rate: Scalar, dtype: torch.dtype) -> tuple[Scalar, Scalar]:
     never move would drift away with their average, by 2e-4 after 20,000 steps. As a move along
     (live − average) the sum would not matter, but the average would stop half an ulp / rate short.
     """
-    keep = (1 - rate).to(dtype) if isinstance(rate, Tensor) else torch.tensor(1 - rate, dtype=dtype).item()
+    if isinstance(rate, Tensor):
+        keep: Scalar = (1 - rate).to(dtype)
+    elif dtype == torch.float32:  # as a tensor rounds it, which takes as long to make as a small step
+        keep = ctypes.c_float(1 - rate).value
+    else:
+        keep = torch.tensor(1 - rate, dtype=dtype).item()
     return keep, 1 - keep
 
 
