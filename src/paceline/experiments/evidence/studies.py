@@ -117,10 +117,11 @@ def _free(beta1: float, beta2: float, decay: float) -> Setting:
     return FREE, f"β {beta1:g}, {beta2:g}, weight decay {decay:g}", optimizer
 
 
-def _pace(c: float, kappa: float, uf: int = 1) -> Setting:
-    every = "" if uf == 1 else f", every {uf}"
+def _pace(c: float, kappa: float, uf: int = 1, gap: str = "pre") -> Setting:
+    more = ("" if uf == 1 else f", every {uf}") + ("" if gap == "pre" else f", {gap}")
     optimizer = f"pace:gain=paper,pullback_strength={c:g},ema_power={kappa:g},update_every={uf}"
-    return PACE, f"c {c:g}, κ {kappa:g}{every}", f"{optimizer},betas=(0.9,0.999),weight_decay=0.01"
+    optimizer += "" if gap == "pre" else f",gap={gap}"
+    return PACE, f"c {c:g}, κ {kappa:g}{more}", f"{optimizer},betas=(0.9,0.999),weight_decay=0.01"
 
 
 _DEFAULT: Setting = (DEFAULT, "as it is", "pace:betas=(0.9,0.999),weight_decay=0.01")
@@ -205,7 +206,7 @@ def _slug(optimizer: str) -> str:
     name, _, rest = optimizer.partition(":")
     for long, letter in short.items():
         rest = rest.replace(long + "=", letter)
-    words = rest.replace("gain=", "").replace("),", "-").translate(str.maketrans("", "", "()"))
+    words = rest.replace("gain=", "").replace("gap=", "").replace("),", "-").translate(str.maketrans("", "", "()"))
     return "-".join([name, *words.replace(",", "-").split()])
 
 
@@ -223,7 +224,13 @@ def together(trials: Iterable[Trial], later: Iterable[Trial] = ()) -> dict[str, 
         if one.name in steps:
             kept = replace(one.run, keep_steps=tuple(sorted(steps[one.name])))
             found[one.name] = replace(one, run=kept)
-    return dict(sorted(found.items(), key=lambda item: item[1].run.after is not None))
+    # A branch at once after its parent: if time runs out, no checkpoint was made for nothing.
+    after: dict[str, list[str]] = {}
+    for one in found.values():
+        if one.run.after is not None:
+            after.setdefault(one.run.after[0], []).append(one.name)
+    firsts = [name for name, one in found.items() if one.run.after is None]
+    return {name: found[name] for first in firsts for name in (first, *after.get(first, ()))}
 
 
 def branches(trials: Iterable[Trial], room: Room) -> Iterator[Trial]:
@@ -288,11 +295,14 @@ def _basin(
 
 
 def strength(room: Room) -> Iterator[Trial]:
-    """Pretraining: c and κ at the best rate and three times it, and how often averages are updated."""
-    for c, kappa, lr in product(STRENGTHS, SWEPT_POWERS, SWEPT_RATES):
-        yield trial("gpt", room.pretraining, _pace(c, kappa), lr)
-    for uf, lr in product(PERIODS, SWEPT_RATES):
-        yield trial("gpt", room.pretraining, _pace(3e-3, 0.5, uf), lr)
+    """Pretraining: c, κ, the gap that is pulled by, and how often averages are updated; at the best rate of
+    AdamW and three times it."""
+    pulls = [_pace(c, 0.5) for c in STRENGTHS]
+    pulls += [_pace(c, kappa) for c, kappa in product(STRENGTHS[1::2], SWEPT_POWERS) if kappa != 0.5]
+    pulls += [_pace(c, 0.5, gap="lookahead") for c in STRENGTHS[1::2]]
+    pulls += [_pace(3e-3, 0.5, uf) for uf in PERIODS[1:]]
+    for setting, lr in product(pulls, SWEPT_RATES):
+        yield trial("gpt", room.pretraining, setting, lr)
     yield from (trial("gpt", room.pretraining, PLAIN, lr) for lr in SWEPT_RATES)
 
 

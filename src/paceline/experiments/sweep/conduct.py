@@ -122,6 +122,7 @@ class _Board:
         """Cells to do now, claimed; None while all that are left are done elsewhere, or wait for others."""
         ours: set[Path] = set()
         while waiting := [cell for cell in self.left if cell.folder not in ours]:
+            left = self.left
             for cell in waiting:
                 if self._has_ended(cell) or not self._may_begin(cell):
                     continue
@@ -129,9 +130,12 @@ class _Board:
                     continue
                 ours.add(cell.folder)
                 yield replace(cell, may_go_on=claim.holds)
-            looked = time.monotonic()
-            while time.monotonic() - looked < LOOK_EVERY:
-                yield None
+                if self.left is not left:  # something has ended: what waited for it comes first
+                    break
+            else:
+                looked = time.monotonic()
+                while time.monotonic() - looked < LOOK_EVERY:
+                    yield None
 
     def _may_begin(self, cell: pool.Cell) -> bool:
         """Whether what a branch goes on from is there; if it never will be, the branch has ended."""
