@@ -44,14 +44,15 @@ def prepare_text(
 ) -> Text:
     """The tokens of these sources, prepared if need be; `usual` is what the tokenizer "auto" stands for."""
     if _is_prepared(names):
-        text = open_prepared(Path(names[0]).expanduser())
-        if isinstance(tokenizer, Vocabulary) and tokenizer.fingerprint != text.vocabulary.fingerprint:
+        folder = Path(names[0]).expanduser()
+        vocabulary = open_vocabulary(folder / "tokenizer")
+        if isinstance(tokenizer, Vocabulary) and tokenizer.fingerprint != vocabulary.fingerprint:
             raise ConfigError(f"{names[0]} was prepared with another tokenizer than the model's")
         if isinstance(tokenizer, str) and tokenizer != "auto":
             raise ConfigError(f"{names[0]} is prepared with a tokenizer already; leave out tokenizer")
         if not held_out:
-            return text
-        vocabulary, training = text.vocabulary, text.training
+            return open_prepared(folder)
+        training = _part(folder, "train", vocabulary)
     else:
         sources, part = [_Source(name) for name in names], "all" if held_out else "train"
         vocabulary = _vocabulary(usual if tokenizer == "auto" else tokenizer, sources, part, tell)
@@ -88,11 +89,15 @@ def _is_prepared(names: tuple[str, ...]) -> bool:
 def open_prepared(folder: Path) -> Text:
     """What `prepare_folder` wrote."""
     vocabulary = open_vocabulary(folder / "tokenizer")
-    training, held_out = open_tokens(folder / "train"), open_tokens(folder / "held-out")
-    for tokens in (training, held_out):
-        if tokens.tokenizer != vocabulary.fingerprint:
-            raise ConfigError(f"{tokens.folder} was made with another tokenizer than the one in {folder}")
+    training, held_out = (_part(folder, part, vocabulary) for part in ("train", "held-out"))
     return Text(vocabulary=vocabulary, training=training, held_out=held_out)
+
+
+def _part(folder: Path, part: str, vocabulary: Vocabulary) -> Tokens:
+    tokens = open_tokens(folder / part)
+    if tokens.tokenizer != vocabulary.fingerprint:
+        raise ConfigError(f"{tokens.folder} was made with another tokenizer than the one in {folder}")
+    return tokens
 
 
 def _vocabulary(tokenizer: str | Vocabulary, sources: "list[_Source]", part: str, tell: Tell) -> Vocabulary:
