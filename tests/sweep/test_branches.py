@@ -97,6 +97,12 @@ def test_a_branch_begins_after_the_end_of_its_run_whatever_the_order(tmp_path):
     assert not list(tmp_path.glob("cells/*/checkpoints"))
 
 
+def test_a_branch_comes_before_runs_that_could_have_begun_earlier(tmp_path):
+    engine = Engine()
+    done(tmp_path, engine, ("whole", "late", "early", "other"))
+    assert engine.begun == ["whole", "late", "early", "other"]
+
+
 def test_each_checkpoint_stays_until_its_own_branches_are_done(tmp_path):
     seen = []
 
