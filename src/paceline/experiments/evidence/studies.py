@@ -206,7 +206,12 @@ def _slug(optimizer: str) -> str:
     name, _, rest = optimizer.partition(":")
     for long, letter in short.items():
         rest = rest.replace(long + "=", letter)
-    words = rest.replace("gain=", "").replace("gap=", "").replace("),", "-").translate(str.maketrans("", "", "()"))
+    words = (
+        rest.replace("gain=", "")
+        .replace("gap=", "")
+        .replace("),", "-")
+        .translate(str.maketrans("", "", "()"))
+    )
     return "-".join([name, *words.replace(",", "-").split()])
 
 
