@@ -24,10 +24,13 @@ from paceline.experiments.cost.hardware import HARDWARE, hardware_of
 from paceline.experiments.cost.memory import kept, layer_activations, local_elements, memory
 from paceline.experiments.cost.optimizer import BLOCK, PRESETS, of_spec, preset
 from paceline.experiments.cost.pictures import draw
+from paceline.experiments.cost.price import of_run, together
 from paceline.experiments.cost.shape import HUB, SHAPES, Tensor, named, of_gpt
 from paceline.experiments.cost.speed import computing, micro_batch_seconds, optimizer_seconds
 from paceline.experiments.cost.tables import TABLES, filled
 from paceline.experiments.cost.training import Training
+from paceline.experiments.evidence import studies
+from paceline.experiments.paper import lines
 from paceline.experiments.paper.scales import PAPER
 from paceline.lm.batch import Batch
 from paceline.lm.evaluate import autocast, summed_loss
@@ -104,9 +107,8 @@ def hub_model(name):
     ],
 )
 def test_models_of_the_hub_have_the_tensors_that_transformers_builds(name, known):
-    assert set(HUB) == {
-        row.settings["model"] for row in PAPER.models.values() if "/" in row.settings["model"]
-    }
+    of_paper = {row.settings["model"] for row in PAPER.models.values() if "/" in row.settings["model"]}
+    assert set(HUB) == {*of_paper, studies.GPU.tuning["model"]}
     own = named(name)
     real = sorted((p.shape[0], p.shape[1] if p.ndim > 1 else 1) for p in hub_model(name).parameters())
     assert sorted((t.rows, t.columns) for t in own.tensors() for _ in range(t.times)) == real
@@ -365,6 +367,20 @@ def test_clipping_costs_what_the_record_says():
         assert 1e3 * optimizer_seconds(training(shape, "adamw")) == pytest.approx(row["ms"], rel=0.10)
 
 
+AT_ONCE = {"2026-11-16-evidence-gpt.jsonl": 8}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_our_studies_took_what_was_estimated(name):
+    """All runs of a file together: each had its share of the GPU."""
+    results = lines.read([ROOT / "records" / name])
+    everything = [*studies.tuning(studies.GPU), *studies.basin(studies.GPU, results)]
+    done = {one.name: one.run for one in everything if one.name in results}
+    found = together(of_run(run, H200) for run in done.values()).lasting(AT_ONCE[name])
+    measured = sum(results[name].seconds for name in done) / AT_ONCE[name]
+    assert len(done) > 60 and found == pytest.approx(measured, rel=0.25)
+
+
 def test_the_share_of_the_optimizer_is_that_of_the_record():
     found = {row["what"]: row for row in record("2026-11-16-share-h200.json")["rows"]}
     for name in ("AdamW, fused", "PACE, fused, paper", "PACE, fused"):
@@ -543,7 +559,7 @@ def test_an_estimate_has_the_parameters_and_state_of_the_run():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "HuggingFaceTB/SmolLM2-135M-Instruct"}, "give its shape"),
+        ({"model": "somebody/model"}, "give its shape"),
         ({"tokenizer": "somewhere/tokenizer"}, "give the model's shape"),
         ({"epochs": 1.0, "steps": None}, "number of samples"),
         ({"optimizer": "adamx"}, "did you mean adamw"),

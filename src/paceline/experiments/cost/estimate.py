@@ -59,6 +59,8 @@ class Cost:
     exposed_seconds: float
     """What is left of communication behind which nothing hides."""
     step_seconds: float
+    busy_seconds: float
+    """Of these the device has work; for the rest it waits for the host, and could do another run's."""
     checkpoint: Checkpoint
 
     @property
@@ -108,10 +110,12 @@ def cost(training: Training) -> Cost:
     compute = training.accumulate * micro_batch_seconds(training)
     optimizer, spoken = optimizer_seconds(training), communication(training)
     exposed = max(0.0, spoken.seconds - training.overlap * compute)
-    device = compute + optimizer + exposed + spoken.of_pace_seconds
+    rest = optimizer + exposed + spoken.of_pace_seconds
+    whole = busy = compute + rest
     if training.mfu is None:
         layers = training.accumulate * HOST_OF_LAYER[training.compile] * training.shape.layers
-        device = max(device, layers + HOST_OF_STEP)
+        whole = max(whole, layers + HOST_OF_STEP)
+        busy = training.accumulate * computing(training).seconds + rest
     return Cost(
         training=training,
         memory=memories.memory(training),
@@ -121,7 +125,8 @@ def cost(training: Training) -> Cost:
         optimizer_seconds=optimizer,
         communication=spoken,
         exposed_seconds=exposed,
-        step_seconds=device,
+        step_seconds=whole,
+        busy_seconds=busy,
         checkpoint=checkpoint(training),
     )
 
@@ -163,6 +168,11 @@ class Estimate:
     @property
     def seconds(self) -> float:
         return self.training_seconds + self.evaluation_seconds
+
+    @property
+    def busy_seconds(self) -> float:
+        """Of these the device has work."""
+        return self.steps * self.cost.busy_seconds + self.evaluation_seconds
 
     @property
     def memory(self) -> float:

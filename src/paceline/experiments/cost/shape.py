@@ -142,8 +142,10 @@ SHAPES: dict[str, Shape] = {
 }
 """Llama 3.2 1B, Llama 3.1 8B, Llama 2 13B, Llama 3.1 70B and 405B."""
 
+_SMOL = _llama(576, 30, 9, 3, 1536, vocabulary=49152, tied=True)
 HUB: dict[str, Shape] = {
-    "HuggingFaceTB/SmolLM2-135M": _llama(576, 30, 9, 3, 1536, vocabulary=49152, tied=True),
+    "HuggingFaceTB/SmolLM2-135M": _SMOL,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOL,
     "HuggingFaceTB/SmolLM2-1.7B": _llama(2048, 24, 32, 32, 8192, vocabulary=49152, tied=True),
     "Qwen/Qwen3-1.7B": _llama(2048, 28, 16, 8, 6144, vocabulary=151936, tied=True, head=128, head_norms=True),
     # Five of six layers look back 512 tokens only; here all of them look at everything.
@@ -151,7 +153,7 @@ HUB: dict[str, Shape] = {
         1152, 26, 4, 1, 6912, vocabulary=262144, tied=True, head=256, norms=4, head_norms=True
     ),
 }
-"""Models that the paper fine-tunes, by their names on the hub, from their public configs."""
+"""Models that the paper fine-tunes, or we do, by their names on the hub, from their public configs."""
 
 
 def _spelled(name: str) -> Shape:

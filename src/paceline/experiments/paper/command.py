@@ -37,8 +37,9 @@ Scales have the same sweeps; they differ in model, data and budget:
 
 Labels share runs; a run has one name and is counted once in the total. A run with WSD goes on from the run at
 a constant rate where its decay begins, and needs its checkpoint; it costs its own steps. Cost is of what is
-left to do: tokens trained on, operations of training and evaluating, time one after the other on one GPU
-(--hardware), memory of the largest run, by the arithmetic of `paceline cost`.
+left to do: tokens trained on, operations of training and evaluating, time on one GPU (--hardware) with runs
+one after the other or several at once (--jobs: small models leave a GPU waiting for the host), memory of
+the largest run, by the arithmetic of `paceline cost`.
 
 `paceline sweep LABEL --scale SCALE --out FOLDER` does the runs."""
 
@@ -58,6 +59,7 @@ def add_paper(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("label", nargs="?", metavar="LABEL", help="the runs of one figure, one by one")
     _add_common(parser)
     parser.add_argument("--hardware", default="h200", metavar="NAME", help=f"{', '.join(HARDWARE)} [h200]")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once on that GPU [1]")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is in --records to this file")
 
 
@@ -107,6 +109,8 @@ def draw(options: argparse.Namespace, say: Say) -> int:
 def status(options: argparse.Namespace, say: Say) -> int:
     """What is done, and what all of it costs."""
     scale, hardware = SCALES[options.scale], hardware_of(options.hardware)
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs is {options.jobs}; allowed: 1 or more")
     results = lines.read(options.records)
     if options.keep is not None:
         if not options.records:
@@ -115,7 +119,7 @@ def status(options: argparse.Namespace, say: Say) -> int:
         say(f"{count} runs: {options.keep}")
         return 0
     if options.label is not None:
-        return _one(experiment(options.label).label, scale, hardware, results, say)
+        return _one(experiment(options.label).label, scale, hardware, options.jobs, results, say)
     rows: list[tuple[str, ...]] = [("label", "runs", "done", *prices.TITLES, "verdict")]
     everything: set[str] = set()
     left: dict[str, Price] = {}
@@ -124,14 +128,14 @@ def status(options: argparse.Namespace, say: Say) -> int:
         own = _left(book, scale, hardware)
         everything |= book.names
         left |= own
-        words = together(own.values()).words()
+        words = together(own.values()).words(options.jobs)
         rows.append(
             (label, str(len(book.names)), str(len(book.names) - len(own)), *words, verdict(book, scale))
         )
     counts = str(len(everything)), str(len(everything) - len(left))
     total = together(left.values())
-    rows.append((f"all, each run once: scale {scale.name}", *counts, *total.words(), ""))
-    for line in [*_table(rows), *prices.explained(total, hardware)]:
+    rows.append((f"all, each run once: scale {scale.name}", *counts, *total.words(options.jobs), ""))
+    for line in [*_table(rows), *prices.explained(total, hardware, options.jobs)]:
         say(line)
     return 0
 
@@ -145,7 +149,9 @@ def _lines_of(paths: Iterable[Path]) -> list[dict[str, object]]:
     return list(found.values())
 
 
-def _one(label: str, scale: Scale, hardware: Hardware, results: Mapping[str, Result], say: Say) -> int:
+def _one(
+    label: str, scale: Scale, hardware: Hardware, jobs: int, results: Mapping[str, Result], say: Say
+) -> int:
     book = Book.of(cells(label, scale), results)
     named = {cell.name: cell for cell in book.cells}
     rows: list[tuple[str, ...]] = [("run", "", "goes on from")]
@@ -155,7 +161,7 @@ def _one(label: str, scale: Scale, hardware: Hardware, results: Mapping[str, Res
     for line in _table(rows):
         say(line)
     say(f"{label} at scale {scale.name}: {len(named)} runs, {len(book.missing)} missing")
-    for line in prices.explained(together(_left(book, scale, hardware).values()), hardware):
+    for line in prices.explained(together(_left(book, scale, hardware).values()), hardware, jobs):
         say(line)
     return 0
 

@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
             check_methods(method)
     cells = cells_of(named, options.out, margin)
     if options.dry_run:
-        return _list(cells, wanted, hardware, say)
+        return _list(cells, wanted, hardware, int(options.jobs or 1), say)
     made = engine()  # a cluster that is not there is said before anything else
     rows = _rows(cells, wanted is not None)
     say(rows.counts())
@@ -221,7 +221,7 @@ def _rows(cells: "tuple[Cell, ...]", by_name: bool) -> Any:
     return Rows(cells, tuple(settings[0]), labels)
 
 
-def _list(cells: "tuple[Cell, ...]", wanted: Labelled | None, hardware: Hardware, say: Say) -> int:
+def _list(cells: "tuple[Cell, ...]", wanted: Labelled | None, hardware: Hardware, jobs: int, say: Say) -> int:
     """Every cell, and what is left to do costs, where that is known without its data."""
     from paceline.experiments.live import as_text
     from paceline.experiments.report.content import Table
@@ -256,7 +256,7 @@ def _list(cells: "tuple[Cell, ...]", wanted: Labelled | None, hardware: Hardware
     left = [cost for cost, is_done in zip(costs, done, strict=True) if not is_done]
     known = [cost for cost in left if cost is not None]
     if left and len(known) == len(left):
-        for line in prices.explained(prices.together(known), hardware):
+        for line in prices.explained(prices.together(known), hardware, jobs):
             say(line)
     return 0
 
