@@ -5,6 +5,7 @@
 #   make test      all tests but the longest (under ten minutes on two cores after set-up)
 #   make check     lint, types, import directions, fast tests (under a minute)
 #   make docs      the documentation site, into build/site
+#   make figures   figures and tables of the documentation, from records/
 #   make bench     time and memory of a step, side by side
 #   make test-all  make test and make bench, plus what is too slow for every day (about an hour); results
 #                  go to records/: the longest tests, 2,000 random sequences of operations, mutants,
@@ -21,7 +22,7 @@ TODAY := $(shell date +%F)
 WORKERS = $(shell $(BIN)/python -c 'import os; print(len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test check docs bench test-all clean
+.PHONY: demo test check docs figures bench test-all clean
 
 demo: $(DEMO)
 	$(BIN)/paceline compare --out demo-output
@@ -44,6 +45,14 @@ docs: $(READY)
 	# Without the variable the theme prints a notice about its own future on every build.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html"
+
+STUDY = $(BIN)/python -m paceline.experiments.defaults.figures
+METHODS = paper:0.003/power_0_5 scaled:15,control:0.2/power_0_7 schedule_free/average
+figures: $(READY)
+	$(BIN)/python -m paceline.experiments.evidence page docs --records records/*evidence*.jsonl
+	$(BIN)/python -m paceline.experiments.cost docs
+	$(STUDY) records/2026-11-1[56]-defaults-7m-2000-steps.jsonl --out docs/defaults.png --methods adamw adamw+wsd/live $(METHODS)
+	$(STUDY) records/2026-11-1[56]-defaults-sft-150-steps.jsonl --out docs/defaults-sft.png --methods adamw adamw+wsd/power_0_8 $(METHODS)
 
 bench: $(READY)
 	$(BIN)/paceline bench --out demo-output/bench

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,9 +26,10 @@ from paceline.experiments.cost.pictures import draw
 from paceline.experiments.cost.price import of_run, together
 from paceline.experiments.cost.shape import HUB, SHAPES, Tensor, named, of_gpt
 from paceline.experiments.cost.speed import computing, micro_batch_seconds, optimizer_seconds
-from paceline.experiments.cost.tables import TABLES, filled
+from paceline.experiments.cost.tables import TABLES
 from paceline.experiments.cost.training import Training
 from paceline.experiments.evidence import studies
+from paceline.experiments.pages import filled, tables_in
 from paceline.experiments.paper import lines
 from paceline.experiments.paper.scales import PAPER
 from paceline.lm.batch import Batch
@@ -613,7 +613,7 @@ import sys
 from paceline.cli import main
 assert main("cost --model 8b --gpus 64".split()) == 0
 from paceline.experiments.cost import estimate, tables
-tables.filled("")
+tables.TABLES["state"]()
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -622,9 +622,9 @@ assert "torch" not in sys.modules
 
 def test_the_tables_of_the_page_are_what_the_functions_give():
     page = (ROOT / "docs/cost.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"<!-- table: (\w+) -->", page)) == sorted(TABLES)
-    assert filled(page) == page, "make them again: python -m paceline.experiments.cost docs"
-    assert filled(page.replace("70.554", "71.554")) == page
+    assert sorted(tables_in(page)) == sorted(TABLES)
+    assert filled(page, TABLES) == page, "make them again: python -m paceline.experiments.cost docs"
+    assert filled(page.replace("70.554", "71.554"), TABLES) == page
     assert (ROOT / "docs/cost-memory.png").is_file() and (ROOT / "docs/cost-time.png").is_file()
 
 

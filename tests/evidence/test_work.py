@@ -38,8 +38,11 @@ def test_a_study_from_its_runs_to_its_table_and_what_records_have_is_not_done_ag
     assert done.keys() == {branch, branch.replace("wsd", "constant"), alone}
     assert all(done[name]["evaluations"] == lines[name]["evaluations"] for name in done)
 
-    assert main(["tables", "gpt2", "basin", "--room", "cpu", "--records", str(kept), str(more)]) == 0
-    said = capsys.readouterr().out
+    (tmp_path / "results.md").write_text(
+        "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("gpt2", "basin"))
+    )
+    assert main(["page", str(tmp_path), "--room", "cpu", "--records", str(kept), str(more)]) == 0
+    said = (tmp_path / "results.md").read_text()
     live = lines[branch]["evaluations"][-1][1]["live"]
     assert f"| AdamW, wsd | {live:.3f} |" in said and said.count("\n| ") == 8
     assert "settings are chosen from runs of which 36 are not done" in said
@@ -47,5 +50,5 @@ def test_a_study_from_its_runs_to_its_table_and_what_records_have_is_not_done_ag
 
 def test_an_unknown_study_is_said(capsys):
     with pytest.raises(SystemExit):
-        main(["tables", "basins"])
+        main(["run", "basins", "--out", "x", "--keep", "y"])
     assert "there is no study 'basins'" in capsys.readouterr().err

@@ -4,13 +4,14 @@ import sys
 from pathlib import Path
 
 from paceline.experiments.cost.pictures import draw
-from paceline.experiments.cost.tables import filled
+from paceline.experiments.cost.tables import TABLES
+from paceline.experiments.pages import filled
 
 
 def main(folder: Path) -> None:
     """Into the page in that folder, and beside it."""
     page = folder / "cost.md"
-    page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    page.write_text(filled(page.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
     for path in (page, *draw(folder)):
         print(path)
 

@@ -1,6 +1,5 @@
 """The tables of docs/cost.md, made by the functions: between marks in the page, to be made again."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -266,10 +265,3 @@ TABLES: dict[str, Callable[[], str]] = {
     "seventy": seventy_table,
     "small": small_table,
 }
-
-_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def filled(page: str) -> str:
-    """The page with its tables made anew."""
-    return _PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", page)

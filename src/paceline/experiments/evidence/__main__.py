@@ -1,4 +1,4 @@
-"""Do the runs of our studies, or print their tables.
+"""Do the runs of our studies, and make docs/results.md of them.
 
 examples:
   python -m paceline.experiments.evidence run tuning basin --out runs --text wiki.jsonl.xz \\
@@ -6,8 +6,8 @@ examples:
       the studies one after the other, six runs at once; the same command again goes on
   python -m paceline.experiments.evidence run basin --records records/tuning.jsonl --out runs …
       on another day and another machine: runs that are in records are not done again
-  python -m paceline.experiments.evidence tables --records records/*.jsonl
-      the tables of docs/results.md
+  python -m paceline.experiments.evidence page docs --records records/*evidence*.jsonl
+      the tables in docs/results.md, and the figures beside it
 """
 
 import argparse
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.experiments.config import ConfigError
+from paceline.experiments.evidence.claims import tables
 from paceline.experiments.evidence.studies import ROOMS, STUDIES, placed
-from paceline.experiments.evidence.tables import TABLES
+from paceline.experiments.pages import filled
 from paceline.experiments.paper import lines
 
 
@@ -29,9 +30,13 @@ def main(words: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    runs, tables = commands.add_parser("run", help="do runs"), commands.add_parser("tables", help="print")
-    for command in (runs, tables):
-        command.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)} [all]")
+    runs, page = (
+        commands.add_parser("run", help="do runs"),
+        commands.add_parser("page", help="tables and figures"),
+    )
+    runs.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)} [all]")
+    page.add_argument("folder", type=Path, metavar="FOLDER", help="with results.md")
+    for command in (runs, page):
         command.add_argument("--room", choices=tuple(ROOMS), default="gpu", help="what is trained [gpu]")
         command.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE")
     runs.add_argument("--out", type=Path, required=True, metavar="FOLDER")
@@ -42,24 +47,26 @@ def main(words: list[str] | None = None) -> int:
     runs.add_argument("--tokenizer", metavar="X", help="auto, for text that is prepared")
     runs.add_argument("--base-model", metavar="X", help="a folder or .gguf file instead of the hub's model")
     given = parser.parse_args(words)
-    unknown = [name for name in given.studies if name not in STUDIES]
+    unknown = [name for name in getattr(given, "studies", ()) if name not in STUDIES]
     if unknown:
         parser.error(f"there is no study {unknown[0]!r}; there are {', '.join(STUDIES)}")
     try:
-        return _run(given) if given.command == "run" else _tables(given)
+        return _run(given) if given.command == "run" else _page(given)
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
 
 
-def _tables(given: argparse.Namespace) -> int:
-    results, room = lines.read(given.records), ROOMS[given.room]
-    for name in given.studies or STUDIES:
-        print(f"## {name}\n")
-        try:
-            print(TABLES[name](room, results) + "\n")
-        except ConfigError as error:  # of a study that chooses from one that is not done
-            print(f"{error}\n")
+def _page(given: argparse.Namespace) -> int:
+    from paceline.experiments.evidence.figures import all_figures
+
+    results, room, path = lines.read(given.records), ROOMS[given.room], given.folder / "results.md"
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}")
+    page = filled(path.read_text(encoding="utf-8"), tables(room, results))
+    path.write_text(page, encoding="utf-8")
+    for made in (path, *all_figures(room, results, given.folder)):
+        print(made)
     return 0
 
 

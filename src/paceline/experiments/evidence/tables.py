@@ -50,8 +50,23 @@ def mean_of(losses: Sequence[float]) -> Mean | None:
 class Row:
     """A method with what it returns, over learning rates and seeds."""
 
-    title: str
+    method: str
+    setting: str
+    schedule: str
+    view: str
+    """The weights that are returned, by their name in evaluations."""
     losses: Mapping[tuple[float, int], float]
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        named = self.method + ("" if self.schedule == "constant" else f", {self.schedule}")
+        return f"{named} ({self.setting}): {words_of(self.view)}"
+
+    @property
+    def least(self) -> float:
+        """At its best rate, of the seed that settings are chosen by."""
+        return self.losses.get((self.best_rate, studies.SEED), math.inf)
 
     @property
     def rates(self) -> list[float]:
@@ -86,10 +101,9 @@ def rows_of(trials: Iterable[Trial], results: Results) -> list[Row]:
             groups.setdefault((one.method, one.schedule, one.setting), []).append(one)
     found = []
     for (method, schedule, setting), own in groups.items():
-        named = method + ("" if schedule == "constant" else f", {schedule}")
         for view in _views(own, results):
             losses = {(one.lr, one.seed): loss_of(one, results, view)[0] for one in own}
-            found.append(Row(title=f"{named} ({setting}): {words_of(view)}", losses=losses))
+            found.append(Row(method=method, setting=setting, schedule=schedule, view=view, losses=losses))
     return found
 
 
@@ -136,14 +150,10 @@ def over_rates(rows: Sequence[Row]) -> str:
 def regret(rows: Sequence[Row], multiples: Sequence[float] = (1, 2, 3, 10)) -> str:
     """Over the best tuned baseline, at multiples of AdamW's best rate; paired by seed."""
 
-    def least(row: Row) -> float:
-        return row.losses.get((row.best_rate, studies.SEED), math.inf)
-
-    baselines = [row for row in rows if row.title.startswith((ADAMW, FREE))]
-    plain = [row for row in baselines if row.title.startswith(f"{ADAMW} (")]
-    if not plain:
+    found = baseline(rows)
+    if found is None:
         return ""
-    best, lr = min(baselines, key=least), min(plain, key=least).best_rate
+    best, lr = found
     body = []
     for row in rows:
         places = [row.best_rate, *(lr * times for times in multiples)]
@@ -154,6 +164,15 @@ def regret(rows: Sequence[Row], multiples: Sequence[float] = (1, 2, 3, 10)) -> s
     head = ["", "its best rate", "there", *(f"{times:g} × {lr:g}" for times in multiples)]
     said = f"Over {best.mean(best.best_rate)}: {best.title} at {best.best_rate:g}, seed by seed."
     return f"{markdown(head, body)}\n\n{said}"
+
+
+def baseline(rows: Sequence[Row]) -> tuple[Row, float] | None:
+    """The best of what is not PACE, and the best rate of AdamW at a constant one; None without AdamW."""
+    others = [row for row in rows if row.method in (ADAMW, FREE)]
+    plain = [row for row in others if row.method == ADAMW and row.schedule == "constant"]
+    if not plain:
+        return None
+    return min(others, key=lambda row: row.least), min(plain, key=lambda row: row.least).best_rate
 
 
 # --- One study each -------------------------------------------------------------------------------------

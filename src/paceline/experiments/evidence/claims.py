@@ -1,0 +1,157 @@
+"""What the paper says of its methods, beside what our runs say: each a difference of two losses. No torch.
+
+A difference is taken seed by seed, of settings and rates that one other seed chose. It counts if it is more
+than twice its standard error; losses that are closer than `TIE` are the same to us.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from paceline.experiments.config import ConfigError
+from paceline.experiments.evidence import studies
+from paceline.experiments.evidence.studies import ADAMW, DEFAULT, FREE, PACE, Room
+from paceline.experiments.evidence.tables import TABLES, Mean, Results, Row, baseline, markdown, rows_of
+
+TIE = 0.003
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One of the two that are compared."""
+
+    words: str
+    method: str
+    schedule: str = "constant"
+    beside: bool = False
+    """What is returned is not its own weights but the best average that was kept beside it."""
+
+    def row(self, rows: Iterable[Row]) -> Row | None:
+        """Its losses; None if it has none."""
+        for row in rows:
+            is_beside = row.view not in ("live", "average")
+            if (row.method, row.schedule, is_beside) == (self.method, self.schedule, self.beside):
+                return row
+        return None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One set of weights ends lower than another, or no higher."""
+
+    ours: Side
+    theirs: Side
+    times: float | None = None
+    """Both at so many times the best rate of AdamW; None: each at its own best rate."""
+    strictly: bool = True
+    """Lower; otherwise: not higher."""
+    of_paper: bool = True
+    """Whether the paper says it."""
+
+    def difference(self, rows: Sequence[Row]) -> Mean | None:
+        """Ours less theirs; None if a run is missing."""
+        own, other, found = self.ours.row(rows), self.theirs.row(rows), baseline(rows)
+        if own is None or other is None or found is None:
+            return None
+        if self.times is None:
+            return own.over(other, own.best_rate, other.best_rate)
+        wanted = self.times * found[1]
+        there = [lr for lr in other.rates if abs(lr / wanted - 1) < 1e-6]
+        return own.over(other, wanted, there[0]) if there else None
+
+    def verdict(self, found: Mean | None) -> str:
+        """In words."""
+        if found is None:
+            return "runs are missing"
+        if found.error is None:
+            return "one seed: not settled"
+        margin = max(2 * found.error, TIE)
+        if found.loss < -margin:
+            return "confirmed" if self.strictly else "confirmed: it is lower"
+        if self.strictly:
+            return "not confirmed: it is higher" if found.loss > margin else "not confirmed: a tie"
+        return "not confirmed" if found.loss > margin else "confirmed"
+
+
+LIVE, EMA = Side(words="AdamW, live", method=ADAMW), Side(words="AdamW's best EMA", method=ADAMW, beside=True)
+WSD = Side(words="AdamW with WSD", method=ADAMW, schedule="wsd")
+SCHEDULE_FREE = Side(words="Schedule-Free", method=FREE)
+AVERAGE = Side(words="PACE, its average", method=PACE)
+LONG = Side(words="PACE, a longer average beside it", method=PACE, beside=True)
+OURS = Side(words="our default, what it returns", method=DEFAULT)
+PACE_WSD = Side(words="PACE with WSD", method=PACE, schedule="wsd")
+
+CLAIMS = (
+    Claim(ours=AVERAGE, theirs=LIVE),
+    Claim(ours=AVERAGE, theirs=EMA),
+    Claim(ours=AVERAGE, theirs=WSD, strictly=False),
+    Claim(ours=PACE_WSD, theirs=WSD),
+    Claim(ours=AVERAGE, theirs=SCHEDULE_FREE),
+    *(Claim(ours=AVERAGE, theirs=EMA, times=times) for times in (2, 3, 10)),
+    *(Claim(ours=LONG, theirs=EMA, times=times, of_paper=False) for times in (None, 2, 3, 10)),
+    *(Claim(ours=OURS, theirs=EMA, times=times, of_paper=False) for times in (None, 2, 3, 10)),
+)
+"""The same for every task."""
+
+TASKS: dict[str, Callable[[Room, Results], Iterable[studies.Trial]]] = {
+    "Pretraining a 7M GPT": studies.basin,
+    "Fine-tuning SmolLM2-135M": studies.fine_tuning_basin,
+}
+
+
+def verdicts(room: Room, results: Results) -> str:
+    """Every claim with every task's difference and verdict."""
+    body = []
+    for task, study in TASKS.items():
+        try:
+            rows = rows_of(study(room, results), results)
+        except ConfigError:  # settings are not chosen yet
+            body.append([f"**{task}**", "", "", "", "not done yet"])
+            continue
+        for claim in CLAIMS:
+            found = claim.difference(rows)
+            where = "each at its best rate" if claim.times is None else f"{claim.times:g} × AdamW's best rate"
+            says = f"{claim.ours.words} {'below' if claim.strictly else 'not above'} {claim.theirs.words}"
+            body.append(
+                [
+                    task,
+                    says if claim.of_paper else f"{says} (ours)",
+                    where,
+                    "" if found is None else f"{found:+} ({found.count})",
+                    claim.verdict(found),
+                ]
+            )
+    return markdown(["", "statement", "where", "difference (seeds)", "verdict"], body)
+
+
+def done(room: Room, results: Results) -> str:
+    """How many runs each study has, of how many."""
+    body = []
+    for name, study in studies.STUDIES.items():
+        try:
+            trials = studies.together(study(room, results))
+        except ConfigError:
+            body.append([name, "", "chosen from a study that is not done"])
+            continue
+        there = [results[one] for one in trials if one in results]
+        diverged = sum(one.diverged for one in there)
+        body.append([name, f"{len(there)} of {len(trials)}", f"{diverged} diverged" if diverged else ""])
+    return markdown(["study", "runs", ""], body)
+
+
+def tables(room: Room, results: Results) -> dict[str, Callable[[], str]]:
+    """All of docs/results.md, by their names there."""
+
+    def of_study(name: str) -> Callable[[], str]:
+        def made() -> str:
+            try:
+                return TABLES[name](room, results)
+            except ConfigError as error:  # of a study that chooses from one that is not done
+                return f"({error})"
+
+        return made
+
+    own = {"verdicts": lambda: verdicts(room, results), "done": lambda: done(room, results)}
+    return own | {name: of_study(name) for name in TABLES}

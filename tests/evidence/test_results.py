@@ -1,0 +1,168 @@
+"""docs/results.md: what it is made of, verdicts by hand, and figures with and without all runs."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_studies import made_up
+
+from paceline.experiments.evidence import claims, figures, studies
+from paceline.experiments.evidence.__main__ import main
+from paceline.experiments.evidence.claims import AVERAGE, EMA, WSD, Claim
+from paceline.experiments.evidence.studies import CPU, DEFAULT, GPU, PACE, STUDIES, together
+from paceline.experiments.evidence.tables import rows_of
+from paceline.experiments.pages import filled, tables_in
+from paceline.experiments.paper import lines
+
+ROOT = Path(__file__).parents[2]
+RECORDS = sorted((ROOT / "records").glob("*evidence*.jsonl"))
+
+
+def test_the_page_is_what_records_give():
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    tables = claims.tables(GPU, lines.read(RECORDS))
+    assert sorted(tables_in(page)) == sorted(tables)
+    assert filled(page, tables) == page, "make it again: make figures"
+    assert filled(page.replace("3.2", "3.1"), tables) == page
+
+
+def test_every_figure_of_the_page_has_runs(tmp_path):
+    results = lines.read(RECORDS)
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    for name, sheet in figures.SHEETS.items():
+        try:
+            there = has_runs(sheet(GPU, results))
+        except studies.ConfigError:
+            there = False
+        assert there == (f"(results-{name}.png)" in page) == (ROOT / f"docs/results-{name}.png").is_file()
+
+
+def has_runs(sheet):
+    return any(y is not None for row in sheet.rows for plot in row for line in plot.lines for y in line.y)
+
+
+# --- Verdicts -------------------------------------------------------------------------------------------
+
+
+def everything(room, loss=lambda one, view: 3.0):
+    results = made_up([*studies.tuning(room), *studies.fine_tuning(room)], loss)
+    for study in STUDIES.values():
+        results |= made_up(together(study(room, results)).values(), loss)
+    return results
+
+
+def rows(pace, wsd=0.0):
+    """Of pretraining, with PACE's losses by seed beside 3.0 of all others."""
+
+    def loss(one, view):
+        own = pace.get(one.seed, 0.0) if one.method == PACE and view == "average" else 0.0
+        return 3.0 + own + (wsd if one.schedule == "wsd" else 0.0) + abs(one.lr - 3e-3)  # best there
+
+    results = everything(GPU, loss)
+    return rows_of(studies.basin(GPU, results), results)
+
+
+@pytest.mark.parametrize(
+    ("pace", "strictly", "said"),
+    [
+        ({1: -0.02, 2: -0.022, 3: -0.018}, True, "confirmed"),
+        ({1: -0.02, 2: -0.022, 3: -0.018}, False, "confirmed: it is lower"),
+        ({1: -0.002, 2: -0.002, 3: -0.002}, True, "not confirmed: a tie"),
+        ({1: -0.02, 2: 0.02, 3: -0.02}, True, "not confirmed: a tie"),
+        ({1: 0.02, 2: 0.022, 3: 0.018}, True, "not confirmed: it is higher"),
+        ({1: 0.02, 2: 0.022, 3: 0.018}, False, "not confirmed"),
+        ({1: 0.002, 2: 0.002, 3: 0.002}, False, "confirmed"),
+    ],
+)
+def test_a_difference_counts_beyond_twice_its_error_and_a_tie(pace, strictly, said):
+    claim = Claim(ours=AVERAGE, theirs=EMA, times=2, strictly=strictly)
+    found = claim.difference(rows(pace))
+    assert found.loss == pytest.approx(sum(pace.values()) / 3) and found.count == 3
+    assert claim.verdict(found) == said
+
+
+def test_rates_are_those_of_the_statement():
+    claim = Claim(ours=AVERAGE, theirs=WSD)
+    assert claim.difference(rows({}, wsd=-0.05)).loss == pytest.approx(0.05)
+    ten = Claim(ours=AVERAGE, theirs=EMA, times=10).difference(rows({1: 0.5}))
+    assert ten.loss == pytest.approx(0.5) and ten.count == 1
+    assert claim.verdict(None) == "runs are missing"
+    assert Claim(ours=AVERAGE, theirs=EMA, times=7).difference(rows({})) is None
+
+
+def test_one_seed_settles_nothing():
+    results = {name: one for name, one in everything(GPU).items() if name.endswith("s1")}
+    found = rows_of(studies.basin(GPU, results), results)
+    claim = Claim(ours=AVERAGE, theirs=EMA)
+    assert claim.verdict(claim.difference(found)) == "one seed: not settled"
+
+
+def test_verdicts_say_what_is_not_done():
+    text = claims.verdicts(GPU, {})
+    assert text.count("not done yet") == 2
+    full = claims.verdicts(GPU, everything(GPU))
+    assert "not done yet" not in full and full.count("Fine-tuning SmolLM2-135M") == len(claims.CLAIMS)
+    assert "| tuning | 36 of 36 |" in claims.done(GPU, everything(GPU))
+
+
+# --- Figures --------------------------------------------------------------------------------------------
+
+
+def test_lines_of_figures_are_the_losses():
+    def loss(one, view):
+        return {PACE: 2.0, DEFAULT: 2.5}.get(one.method, 3.0) + one.lr
+
+    results = everything(GPU, loss)
+    basin = figures.basin(GPU, results)
+    (line,) = [line for line in basin.rows[0][0].lines if line.label == "PACE: its average"]
+    assert list(line.y) == pytest.approx([2.0 + lr for lr in studies.RATES])
+    strength = figures.strength(GPU, results)
+    (line,) = [line for line in strength.rows[0][1].lines if line.label == "κ = 0.5"]
+    assert list(line.y) == pytest.approx([2.006] * len(studies.STRENGTHS))
+    (share,) = [line for line in strength.rows[1][0].lines if line.label == "κ = 0.3"]
+    assert list(share.y) == [0.25] * 3
+    budgets = figures.budgets(GPU, results)
+    assert [plot.lines[1].end for plot in budgets.rows[0]] == ["3.002", "2.002", "2.502"]
+    batch = figures.batch(GPU, results)
+    assert [len(plot.lines) for plot in batch.rows[0]] == [
+        len({t.setting for t in studies.batch(GPU)}) + 1
+    ] * 2
+
+
+def test_a_diverged_run_is_drawn_as_one():
+    results = everything(GPU, lambda one, view: math.inf if one.lr == 3e-2 else 3.0)
+    (line,) = [line for line in figures.basin(GPU, results).rows[0][0].lines if line.label == "AdamW: live"]
+    assert line.y[-1] == math.inf and line.y[0] == 3.0
+
+
+@pytest.mark.slow
+def test_the_command_makes_page_and_figures(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "results.md").write_text("<!-- table: done -->\n<!-- end -->\n")
+    assert main(["page", str(tmp_path), "--records", *map(str, RECORDS)]) == 0
+    assert "| tuning | 36 of 36 |" in (tmp_path / "results.md").read_text()
+    for name in figures.SHEETS:
+        there = (ROOT / f"docs/results-{name}.png").is_file()
+        assert (
+            there
+            == (tmp_path / f"results-{name}.png").is_file()
+            == (tmp_path / f"results-{name}.pdf").is_file()
+        )
+    assert main(["page", str(tmp_path / "nowhere"), "--records", *map(str, RECORDS)]) == 2
+    assert "there is no" in capsys.readouterr().err
+
+
+def test_nothing_of_it_imports_torch():
+    code = (
+        "import sys; from paceline.experiments.evidence import claims, figures, studies; "
+        "claims.verdicts(studies.CPU, {}); figures.budgets(studies.CPU, {}); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_figures_of_no_runs_are_not_drawn(tmp_path):
+    assert figures.all_figures(CPU, {}, tmp_path) == []
