@@ -171,8 +171,6 @@ def _may_take_host(group: dict[str, Any]) -> bool:
         and group["betas"][0] != 0
         and not (group["differentiable"] or group["capturable"] or isinstance(group["lr"], Tensor))
         and group["average_dtype"] == "float32"
-        and group["rounding"] == "nearest"
-        and not group["offload"]
     )
 
 
