@@ -160,9 +160,9 @@ def _pull_at(at: At, recipe: Recipe, dtype: torch.dtype) -> Pull:
 def _is_below_limit(least: float, pull: Pull, recipe: Recipe) -> bool:
     """Whether no gain can be at its limit after this step, by the least v before it.
 
-    v is then at least β₂ times that, but for rounding. Of a NaN nothing is known.
+    v is then at least β₂ times that, but for rounding. A NaN is not.
     """
-    return not math.isnan(least) and 0.9999 * math.sqrt(recipe.betas[1] * least) + pull.shift >= pull.floor
+    return 0.9999 * math.sqrt(recipe.betas[1] * least) + pull.shift >= pull.floor
 
 
 def _step_and_pull_(slots: list[Slot], pull: Pull, recipe: Recipe, factor: Scalar) -> None:
