@@ -119,7 +119,9 @@ def counted(grads: list[Tensor], recipe: Recipe, factor: Scalar) -> list[Tensor]
     """Gradients as often as they count, the other way round to maximize; the same where that is once."""
     if isinstance(factor, Tensor) or factor != 1:
         grads = list(torch._foreach_mul(grads, factor))
-    return list(torch._foreach_neg(grads)) if recipe.maximize else grads
+    if recipe.maximize:
+        grads = list(torch._foreach_neg(grads))
+    return grads
 
 
 def gaps_of(averages: list[Tensor], lives: list[Tensor], ats: list[At], recipe: Recipe) -> list[Tensor]:
