@@ -161,16 +161,16 @@ def test_averages_do_not_stop_short_of_live():
     settings = {"gain": "paper", "pullback_strength": 1e-30, "ema_power": 0.2, "return_power": 0.6}
     optimizer = PACE([parameter], weight_decay=0.0, **settings)
     expected = [parameter.detach().double().clone() for _ in range(2)]
-    for t in range(1, 2001):
+    for t in range(1, 3001):
         parameter.grad = torch.zeros(60)
         optimizer.step()
         for average, power in zip(expected, (0.2, 0.6), strict=True):
             average.lerp_(parameter.detach().double(), (1 + t) ** -power)
-        if t == 1:
+        if t == 1000:
             parameter.data += 1e-3
     for average, key in zip(expected, ("average", "returned"), strict=True):
         error = (optimizer.state[parameter][key].double() - average).abs().max()
-        assert error <= 1e-7 * average.abs().max(), key
+        assert error <= 1e-6 * average.abs().max(), key
 
 
 @pytest.mark.parametrize("there, back", [(None, False), (True, None), (None, "fused")])

@@ -179,7 +179,7 @@ RIVALS: dict[str, Rival] = {
     "PACE, by itself, paper": Rival(
         make=lambda p: _plain(PACE(p, gain="paper")), traffic=36, devices=("cpu",)
     ),
-    "PACE, by itself, paper, all gains at their limit": Rival(
+    "PACE, by itself, paper, all at the limit": Rival(
         make=lambda p: _plain(PACE(p, gain="paper", pullback_strength=float("inf"))),
         traffic=36,
         devices=("cpu",),
