@@ -35,6 +35,7 @@ _SHAPES = "tests/optim/test_shapes.py"
 _FAULTS = "tests/optim/test_faults.py"
 _STATE = "tests/optim/test_state.py"
 _LOADING = "tests/optim/test_loading.py"
+_HOST = "tests/optim/test_host.py"
 _FUSED = "tests/optim/test_fused.py"
 _LOOK = "tests/optim/test_look.py::test_it_is_there"
 _CHECKPOINTS = "tests/optim/test_checkpoints.py"
@@ -621,7 +622,7 @@ FOREACH = [
     Mutant(
         "foreach-seed-missing",
         "foreach.py",
-        "    _seed_averages_(chunk, ats)\n",
+        "    seed_averages_(chunk, ats)\n",
         "",
         (
             "tests/optim/test_state.py::test_averages_are_seeded_by_the_first_step_itself",
@@ -702,8 +703,8 @@ FOREACH = [
         "foreach-eps-bias-corrected",
         "foreach.py",
         "    torch._foreach_div_(denominators, roots)\n"
-        "    torch._foreach_add_(denominators, _summand(eps, denominators))\n",
-        "    torch._foreach_add_(denominators, _summand(eps, denominators))\n"
+        "    torch._foreach_add_(denominators, summand(eps, denominators))\n",
+        "    torch._foreach_add_(denominators, summand(eps, denominators))\n"
         "    torch._foreach_div_(denominators, roots)\n",
         (_LOOP,),
     ),
@@ -3201,9 +3202,83 @@ KEPT = [
     ),
 ]
 
+HOST = [
+    Mutant(
+        "host-share",
+        "host.py",
+        "numerator / float(at.step_size) / recipe.betas[0]",
+        "numerator / float(at.step_size)",
+        (f"{_HOST}::test_against_the_reference",),
+    ),
+    Mutant(
+        "host-v-does-not-sink",
+        "host.py",
+        "recipe.betas[1] * least",
+        "least",
+        (f"{_HOST}::test_no_gain_is_taken_for_one_below_its_limit",),
+    ),
+    Mutant(
+        "host-always-below-the-limit",
+        "host.py",
+        "+ pull.shift >= pull.floor",
+        ">= 0",
+        (f"{_HOST}::test_a_weight_at_its_limit_among_many_that_are_not",),
+    ),
+    Mutant(
+        "host-never-below-the-limit",
+        "host.py",
+        "+ pull.shift >= pull.floor",
+        "< 0",
+        (f"{_HOST}::test_the_pull_is_taken_with_the_step_where_no_gain_is_at_its_limit",),
+    ),
+    Mutant(
+        "host-floor-overflows",
+        "host.py",
+        "min(top / limit, 2 * (math.sqrt(largest) + shift))",
+        "top / limit",
+        (f"{_HOST}::test_an_infinite_strength_overflows_nothing",),
+    ),
+    Mutant(
+        "host-no-eps",
+        "host.py",
+        "summand(pull.shift, denominators)",
+        "summand(0.0, denominators)",
+        (f"{_HOST}::test_against_the_reference",),
+    ),
+    Mutant(
+        "host-averages-stop-short",
+        "host.py",
+        "1 / 16 <= rate < 1",
+        "0 <= rate < 1",
+        (f"{_HOST}::test_averages_do_not_stop_short_of_live",),
+    ),
+    Mutant(
+        "host-first-moment-stands",
+        "host.py",
+        "torch._foreach_lerp_(exp_avgs, grads, 1 - recipe.betas[0])",
+        "pass",
+        (f"{_HOST}::test_against_the_reference",),
+    ),
+    Mutant(
+        "host-any-order-of-memory",
+        "host.py",
+        "        and lie_alike(slot)\n",
+        "",
+        (f"{_HOST}::test_what_torchs_kernel_cannot_take_goes_as_before",),
+    ),
+    Mutant(
+        "host-without-a-pull",
+        "work.py",
+        '        and group["pullback_strength"] != 0\n',
+        "",
+        (f"{_HOST}::test_strength_0_is_torchs_adamw_as_both_are_by_default",),
+    ),
+]
+
 MUTANTS = [
     *RULE,
     *FOREACH,
+    *HOST,
     *STATE,
     *PACE,
     *AVERAGING,

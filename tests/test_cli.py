@@ -502,7 +502,11 @@ def doctor(folder, capsys):
 def test_doctor_on_the_machine(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in said and "cpu (" in said and "PACE steps by foreach" in said
+    assert (
+        f"torch {torch.__version__}" in said
+        and "cpu (" in said
+        and "PACE steps by torch's fused AdamW, and foreach" in said
+    )
 
 
 def test_doctor_on_a_run(trained, capsys):

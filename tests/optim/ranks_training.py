@@ -377,7 +377,9 @@ def _assert_path(optimizer, path, operations):
     elif "foreach" in path:
         assert "tensor by tensor" in said and not steps[0] and steps[1], operations.names
     else:
+        own = "fused AdamW" in said  # torch's, and few weights, so that the pull is a pass of its own
         assert "foreach" in said and steps == (1, 0), operations.names
+        assert operations.names["aten::_fused_adamw_"] == own, operations.names
 
 
 def fsdp2_caches(folder):

@@ -166,9 +166,10 @@ def test_training_is_not_changed_by_averages(dtype):
 def test_averages_beside_pace_are_those_of_its_live_weights():
     """And PACE's own average is still there, in the optimizer underneath."""
     parameters, others = make_parameters(), make_parameters()
-    pace = PACE(others, lr=1e-2, gain="paper", pullback_strength=3.0, ema_power=0.3, return_power=0.9)
+    settings = {"lr": 1e-2, "gain": "paper", "pullback_strength": 3.0, "ema_power": 0.3, "foreach": True}
+    pace = PACE(others, return_power=0.9, **settings)
     optimizer = Averages(
-        PACE(parameters, lr=1e-2, gain="paper", pullback_strength=3.0, ema_power=0.3),
+        PACE(parameters, **settings),
         {"same": PowerLaw(0.3), "returned": PowerLaw(0.9)},
     )
     advance(pace, others, make_gradients(20))

@@ -166,8 +166,16 @@ def test_many_small_tensors_cost_few_tensors_of_numbers():
 @pytest.mark.parametrize(
     "dtype, settings, path",
     [
-        (torch.float32, {}, "foreach"),
-        (torch.float64, {}, "foreach"),
+        (torch.float32, {}, "torch's fused AdamW, and foreach"),
+        (torch.float64, {}, "torch's fused AdamW, and foreach"),
+        (torch.float32, {"rounding": "master"}, "torch's fused AdamW, and foreach"),
+        (torch.float32, {"fused": False}, "foreach"),
+        (torch.float32, {"foreach": True}, "foreach"),
+        (torch.float32, {"pullback_strength": 0.0}, "foreach"),
+        (torch.float32, {"gap": "lookahead"}, "foreach"),
+        (torch.float32, {"betas": (0.0, 0.99)}, "foreach"),
+        (torch.float32, {"average_dtype": "bfloat16"}, "foreach"),
+        (torch.float32, {"gain": "uniform", "pullback_strength": 1.0}, "foreach"),
         (torch.bfloat16, {}, "tensor by tensor"),
         (torch.float32, {"foreach": False}, "tensor by tensor"),
         (torch.float32, {"differentiable": True}, "tensor by tensor"),

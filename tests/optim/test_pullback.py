@@ -75,7 +75,7 @@ def test_pullback_of_adamw_is_pace_on_a_network():
     """The gradients depend on the weights, so that a difference would grow."""
     runs = []
     for make in (
-        lambda p: PACE(p, lr=3e-2, gain="paper", pullback_strength=0.3, weight_decay=0.1),
+        lambda p: PACE(p, lr=3e-2, gain="paper", pullback_strength=0.3, weight_decay=0.1, foreach=True),
         lambda p: Pullback(optim.AdamW(p, lr=3e-2, weight_decay=0.1), pullback_strength=0.3),
     ):
         torch.manual_seed(0)
@@ -89,9 +89,9 @@ def test_pullback_of_adamw_is_pace_on_a_network():
 def test_pullback_goes_on_from_an_adamw_checkpoint_as_pace_does():
     gradients = make_gradients(12)
     parameters = make_parameters()
-    adamw = optim.AdamW(parameters, lr=1e-2)
+    adamw = optim.AdamW(parameters, lr=1e-2, foreach=True)  # which is loaded too
     advance(adamw, parameters, gradients[:6])
-    ours, pace, theirs, pullback = twins(torch.float64, None, gain="paper", pullback_strength=3.0)
+    ours, pace, theirs, pullback = twins(torch.float64, True, gain="paper", pullback_strength=3.0)
     for mine, optimizer in ((ours, pace), (theirs, pullback)):
         with torch.no_grad():
             for p, q in zip(mine, parameters, strict=True):

@@ -201,7 +201,8 @@ def masters(steps=3, **settings):
     """A PACE with master weights after some steps, and the same in float32."""
     parameters, given = make_parameters(dtype=BFLOAT16), in_bfloat16(make_gradients(steps))
     wide = of_bfloat16(parameters)
-    both = PACE(parameters, lr=1e-2, rounding="master", **settings), PACE(wide, lr=1e-2, **settings)
+    settings = {"lr": 1e-2, "foreach": True, **settings}  # a path that both can take
+    both = PACE(parameters, rounding="master", **settings), PACE(wide, **settings)
     for optimizer, own in zip(both, (parameters, wide), strict=True):
         advance(optimizer, own, given)
     return *both, parameters, wide

@@ -264,7 +264,12 @@ def test_every_coordinate_stays_between_step_and_full_pull(live, average, streng
 
     def stepped(c):
         parameter = torch.tensor(live).requires_grad_()
-        optimizer = PACE([parameter], lr=1e-2, gain="paper", pullback_strength=c, gap=gap)
+        settings = {
+            "gain": "paper",
+            "gap": gap,
+            "foreach": True,
+        }  # whose steps with and without a pull are one
+        optimizer = PACE([parameter], lr=1e-2, pullback_strength=c, **settings)
         optimizer.state[parameter]["step"].fill_(3)
         optimizer.state[parameter]["average"].copy_(torch.tensor(average))
         advance(optimizer, [parameter], [[torch.linspace(-2, 2, 40)]])

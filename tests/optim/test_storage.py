@@ -231,7 +231,7 @@ def test_what_is_not_finite_stays_so_and_what_is_finite_too(t):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_is_the_float32_step_on_the_decoded_average(name, kind):
     """The semantics, step by step: decode with live before, the usual rule, encode with live after."""
-    assert_steps_are_those_of_float32(kind, torch.float32, VARIANTS[name])
+    assert_steps_are_those_of_float32(kind, torch.float32, {"foreach": True, **VARIANTS[name]})
 
 
 @kinds

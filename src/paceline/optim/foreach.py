@@ -47,12 +47,17 @@ class Lists(NamedTuple):
 
 def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step for all slots of a parameter group, in place; `scale` and `factor` as in `pace_step_`."""
-    steps = [slot.step for slot in slots]
-    torch._foreach_add_(steps, _summand(1.0, steps))
     on_device = stays_on_device(recipe)
+    count_step_(slots)
     for chunk in chunks(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
         live = chunk[0].live
         _step_chunk_(chunk, recipe, on_device_of(live, scale), on_device_of(live, factor))
+
+
+def count_step_(slots: Sequence[Slot]) -> None:
+    """Advance the count of each by one."""
+    steps = [slot.step for slot in slots]
+    torch._foreach_add_(steps, summand(1.0, steps))
 
 
 def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Iterator[list[T]]:
@@ -84,13 +89,10 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scala
     on_device = stays_on_device(recipe)
     ats = [at_step(slot.step, recipe, scale) for slot in chunk] if on_device else [at] * len(chunk)
     beta1, beta2 = recipe.betas
-    _seed_averages_(chunk, ats)
+    seed_averages_(chunk, ats)
     gaps = gaps_of(averages, lives, ats, recipe)
 
-    if isinstance(factor, Tensor) or factor != 1:
-        grads = list(torch._foreach_mul(grads, factor))
-    if recipe.maximize:
-        grads = list(torch._foreach_neg(grads))
+    grads = counted(grads, recipe, factor)
     if recipe.weight_decay != 0:
         torch._foreach_mul_(lives, _number(at.decay, lives))
     if exp_avgs[0] is None:  # without momentum the first moment is the gradient
@@ -113,6 +115,15 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scala
         control_(Lists(lives, averages, returned, gaps, denominators, exp_avg_sqs), ats, recipe)
 
 
+def counted(grads: list[Tensor], recipe: Recipe, factor: Scalar) -> list[Tensor]:
+    """Gradients as often as they count, the other way round to maximize; the same where that is once."""
+    if isinstance(factor, Tensor) or factor != 1:
+        grads = list(torch._foreach_mul(grads, factor))
+    if recipe.maximize:
+        grads = list(torch._foreach_neg(grads))
+    return grads
+
+
 def gaps_of(averages: list[Tensor], lives: list[Tensor], ats: list[At], recipe: Recipe) -> list[Tensor]:
     """Average − live before the base step, where the pull will need it."""
     if ats[0].pulling is False or recipe.gap == "lookahead":
@@ -129,7 +140,7 @@ def denominators_of(exp_avg_sqs: list[Tensor], ats: list[At], eps: float) -> lis
         roots = first
     # A list of floats on a GPU, as torch's AdamW has it: by one float torch would multiply by its inverse.
     torch._foreach_div_(denominators, roots)
-    torch._foreach_add_(denominators, _summand(eps, denominators))
+    torch._foreach_add_(denominators, summand(eps, denominators))
     return denominators
 
 
@@ -155,7 +166,8 @@ def control_(lists: Lists, ats: list[At], recipe: Recipe) -> None:
         move_averages_(returned, lives, _each(ats, "return_rate"))
 
 
-def _seed_averages_(chunk: list[Slot], ats: list[At]) -> None:
+def seed_averages_(chunk: list[Slot], ats: list[At]) -> None:
+    """At a first step."""
     if not isinstance(ats[0].t, Tensor) and ats[0].t != 1:
         return
     for slot, at in zip(chunk, ats, strict=True):
@@ -178,7 +190,7 @@ def _number(value: Any, tensors: list[Tensor]) -> Any:
     return torch.tensor(value, dtype=first.dtype, device=first.device)  # not on a default device
 
 
-def _summand(value: float, tensors: list[Tensor]) -> Any:
+def summand(value: float, tensors: list[Tensor]) -> Any:
     """Likewise for operations that add, which take a list: of one tensor torch would make a float again."""
     number = _number(value, tensors)
     return number if number is value else [number] * len(tensors)

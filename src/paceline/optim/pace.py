@@ -97,7 +97,9 @@ class PACE(Averaging):
         skip_nonfinite: skip the whole step if a gradient of a group that says so has a NaN or Inf: one host
             read a step, none with capturable=True on a GPU. There a `torch.amp.GradScaler` leaves unscaling
             and skipping to us.
-        foreach, maximize, capturable, differentiable: as in torch.optim.AdamW.
+        foreach, maximize, capturable, differentiable: as in torch.optim.AdamW. foreach=True and False are the
+            same to the bit in float32 and float64. None: on a CPU torch's fused AdamW takes the step, mostly
+            with the pull, if gain is "paper" or "scaled" and gap is "pre": quicker, and rounded otherwise.
         fused: in one pass over memory. None: on a GPU where it can be, by one launch of a Triton kernel for
             all tensors of a precision. True also on a CPU, for float32, by a function in C that is built
             once, in seconds, with the compiler at hand. What the machine lacks for it is said in a warning;

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
 
-from paceline.optim import fused, native, packing
+from paceline.optim import fused, host, native, packing
 from paceline.optim.foreach import PLAIN, chunks, foreach_step_
 from paceline.optim.members import Fit, Fits, Members, States, count_together
 from paceline.optim.moments import ask_scale
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import Scalar, Slot, pace_step_
+from paceline.optim.rule import NUMERATORS, Scalar, Slot, pace_step_
 from paceline.optim.sharded import OverRanks, cut_of, local, mesh_of, squares_of
 from paceline.optim.state import State, allocate, conform, keeps, name_of, real, residual_key
 
@@ -78,10 +78,10 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
     own = [states[parameter] for parameter in parameters]
     fit = bool(own) and not compiling and Fit.can_be(parameters, own, slots)
     memo: dict[str, Any] = {"one pass": one_pass}
-    if one_pass:
-        if fit and not group["capturable"]:
-            slots, memo["counts"] = count_together(own, slots)
-    else:
+    memo["host"] = not (one_pass or compiling) and _fits_host(parameters, slots)
+    if (one_pass or memo["host"]) and fit and not group["capturable"]:
+        slots, memo["counts"] = count_together(own, slots)
+    if not one_pass:
         memo["packed"] = any(packing.is_packed(slot, group) for slot in slots)
         for (i, _), slot in zip(places, slots, strict=True):
             if reason := packing.refusal(slot.live, group):
@@ -157,6 +157,31 @@ def _may_fuse(group: dict[str, Any]) -> bool:
     return bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
 
 
+def _may_take_host(group: dict[str, Any]) -> bool:
+    """Whether nothing that a group says rules host.py out.
+
+    Without a pull it is not taken, so that strength 0 is torch's AdamW to the bit.
+    """
+    return (
+        group["foreach"] is None
+        and group["fused"] is None
+        and group["gain"] in NUMERATORS
+        and group["gap"] == "pre"
+        and group["pullback_strength"] != 0
+        and group["betas"][0] != 0
+        and not (group["differentiable"] or group["capturable"] or isinstance(group["lr"], Tensor))
+        and group["average_dtype"] == "float32"
+    )
+
+
+def _fits_host(parameters: list[Tensor], slots: list[Slot]) -> bool:
+    return bool(slots) and all(map(host.fits, slots)) and len(set(map(id, parameters))) == len(parameters)
+
+
+def _takes_host(group: dict[str, Any], members: Members) -> bool:
+    return bool(members.memo["host"] and _may_take_host(group))
+
+
 _SPOKEN = {"cpu": "a CPU", "cuda": "a GPU"}
 
 
@@ -178,10 +203,13 @@ def path_name(group: dict[str, Any]) -> str:
     able = kinds and wanted and all(missing(kind) is None for kind in kinds)
     if able and all(parameter.dtype in ONE_PASS[parameter.device.type].dtypes for parameter in known):
         return " and ".join(ONE_PASS_NAMES[kind] for kind in sorted(kinds))
+    if known and _may_take_host(group) and all(map(host.takes, known)):
+        return HOST_NAME
     foreach = group["foreach"] or (group["foreach"] is None and _takes_foreach(group, known))
     return "foreach" if foreach else "tensor by tensor"
 
 
+HOST_NAME = "torch's fused AdamW, and foreach"
 ONE_PASS_NAMES = {"cpu": "one pass, in C", "cuda": "one pass, by Triton"}
 
 
@@ -209,6 +237,8 @@ _SETTINGS = (
 def _path(group: dict[str, Any], members: Members) -> Path:
     if members.memo["one pass"]:
         return _one_pass_step_
+    if _takes_host(group, members):
+        return _host_step_
     path = (
         foreach_step_ if _takes_foreach(group, [local(slot.live) for slot in members.rests]) else _loop_step_
     )
@@ -338,6 +368,11 @@ def _one_pass_step_(members: Members, recipe: Recipe, whole: Whole) -> None:
         ONE_PASS[kind].step_(part, recipe, whole)
 
 
+def _host_step_(members: Members, recipe: Recipe, whole: Whole) -> None:
+    members.count_step()
+    host.host_step_(members, recipe, whole.scale, whole.factor)
+
+
 SlotPath = Callable[[list[Slot], Recipe, Scalar, Scalar], None]
 
 
@@ -375,7 +410,7 @@ def scale_before(states: States, works: list[Work], over_ranks: OverRanks) -> Ca
         if "elements" not in memo:
             memo["elements"] = sum(real(parameter).numel() for parameter in parameters)
         elements += memo["elements"]
-        if memo["one pass"] and work.is_cut_alike():
+        if (memo["one pass"] or _takes_host(group, work.members)) and work.is_cut_alike():
             energies += _energies(work, over_ranks)
         else:
             rest += [(parameter, states[parameter], group) for parameter in parameters]
@@ -385,7 +420,11 @@ def scale_before(states: States, works: list[Work], over_ranks: OverRanks) -> Ca
 def _energies(work: Work, over_ranks: OverRanks) -> Iterator[Callable[[], Scalar]]:
     like = work.members.parameters[0]
     for kind, part in work.members.by_device().items():
-        energy = ONE_PASS[kind].energy_of(part, work.group["betas"][1], work.group["capturable"])
+        energy: Scalar | None
+        if work.members.memo["one pass"]:
+            energy = ONE_PASS[kind].energy_of(part, work.group["betas"][1], work.group["capturable"])
+        else:
+            energy = host.energy_of(part, work.group["betas"][1])
         if mesh_of(like) is not None:  # a rank that has nothing of any of them asks as the others do
             number = torch.as_tensor(0.0 if energy is None else energy, dtype=torch.float64, device=kind)
             yield over_ranks.ask(number, like)

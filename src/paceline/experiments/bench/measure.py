@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.experiments.bench.subjects import BASE, RIVALS, Shapes, Step, make_parameters, state_bytes
+from paceline.experiments.bench.subjects import (
+    BASE,
+    RIVALS,
+    Shapes,
+    Step,
+    make_parameters,
+    move_on_,
+    state_bytes,
+)
+
+WARM_UP = 8
+"""Steps before those that are timed."""
 
 
 class Row(NamedTuple):
@@ -101,11 +112,13 @@ def measure(
         rival = RIVALS[name]
         steps: dict[str, Step] = {}
         holders: dict[str, Any] = {}
-        for each in dict.fromkeys((BASE, name)):
-            steps[each], holders[each] = RIVALS[each].make(make_parameters(shapes, device))
-        for step in steps.values():  # first steps allocate and build
-            step()
-            step()
+        stepped = {each: make_parameters(shapes, device) for each in dict.fromkeys((BASE, name))}
+        for each, parameters in stepped.items():
+            steps[each], holders[each] = RIVALS[each].make(parameters)
+        for each, step in steps.items():  # first steps allocate and build, and second moments are of few
+            for _ in range(WARM_UP):
+                step()
+                move_on_(stepped[each])
         times: dict[str, list[float]] = {each: [] for each in steps}
         walls: dict[str, list[float]] = {each: [] for each in steps}
         for _ in range(rounds):
@@ -113,6 +126,7 @@ def measure(
                 if device == "cuda":
                     walls[each].append(seconds(step, device))
                 times[each].append(busy_seconds(step, device, ahead=min(walls[each], default=0.0)))
+                move_on_(stepped[each])
         if device != "cuda":
             walls = times
         own = times[name]
@@ -131,7 +145,7 @@ def measure(
             wall=1e3 * statistics.median(walls[name]),
             wall_ratio=statistics.median(walls[name]) / statistics.median(walls[BASE]),
         )
-        del steps, holders, step
+        del steps, holders, step, stepped, parameters
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

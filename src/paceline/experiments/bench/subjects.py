@@ -129,7 +129,8 @@ BASE = "AdamW, fused"
 RIVALS: dict[str, Rival] = {
     BASE: Rival(make=lambda p: _plain(AdamW(p, fused=True)), traffic=28),
     "AdamW, foreach": Rival(make=lambda p: _plain(AdamW(p, foreach=True)), traffic=28),
-    # The measure of PACE by foreach: the first of gain="paper", the second of the default, which keeps two.
+    # The measure of PACE where nothing is built: of gain="paper" the first, of the default, which keeps two
+    # averages, the second.
     "AdamW, foreach, and an EMA": Rival(make=lambda p: _with_foreach_emas(p, 1), traffic=36),
     "AdamW, foreach, and two EMAs": Rival(make=lambda p: _with_foreach_emas(p, 2), traffic=44),
     "AdamW, fused, and an EMA": Rival(make=_with_ema, traffic=36),
@@ -173,6 +174,16 @@ RIVALS: dict[str, Rival] = {
     "PACE, fused, paper, two averages": Rival(
         make=lambda p: _pace(p, gain="paper", return_power=0.8), traffic=44
     ),
+    # What is taken where nobody chooses; on a GPU that is the one pass above.
+    "PACE, by itself": Rival(make=lambda p: _plain(PACE(p)), traffic=44, devices=("cpu",)),
+    "PACE, by itself, paper": Rival(
+        make=lambda p: _plain(PACE(p, gain="paper")), traffic=36, devices=("cpu",)
+    ),
+    "PACE, by itself, paper, all at the limit": Rival(
+        make=lambda p: _plain(PACE(p, gain="paper", pullback_strength=float("inf"))),
+        traffic=36,
+        devices=("cpu",),
+    ),
     "PACE, foreach": Rival(make=lambda p: _plain(PACE(p, foreach=True)), traffic=44),
     "PACE, foreach, paper": Rival(make=lambda p: _plain(PACE(p, foreach=True, gain="paper")), traffic=36),
     "PACE, foreach, relative": Rival(
@@ -194,6 +205,13 @@ def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
         parameters.append(nn.Parameter(weights))
         parameters[-1].grad = gradient
     return parameters
+
+
+def move_on_(parameters: list[nn.Parameter]) -> None:
+    """Other gradients, as in training, where no weight has next to none for ever."""
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.copy_(parameter.grad.flatten().roll(1).view_as(parameter.grad))
 
 
 def state_bytes(holder: Any, device: str) -> int:
