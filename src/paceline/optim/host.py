@@ -73,7 +73,8 @@ def host_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Sc
 def _move_(averages: list[Tensor], lives: list[Tensor], rate: float) -> None:
     """`move_average_` for many; while the rate is large, along (live − average), in one pass instead of two.
 
-    That stops half an ulp / rate short of live: by 5e-7 of it at most, and by more at smaller rates.
+    That stops half an ulp / rate short of live: by 5e-7 of it at most, and by more at smaller rates. So would
+    every other way that rounds once, e.g. `addr_`.
     """
     if 1 / 16 <= rate < 1:
         torch._foreach_lerp_(averages, lives, rate)
