@@ -1,7 +1,8 @@
 /* The update in one pass over memory, for float32 weights on a CPU: pace_step_ of rule.py, and moved averages.
  *
  * Sixteen elements at a time, one line of cache of each array, so that no line is asked for twice: arrays of
- * one size often begin at the same place of a page and would push each other out of the cache.
+ * one size often begin at the same place of a page and would push each other out of the cache. For the same
+ * reason averages are moved after a piece of weights, which are still in the cache: fewer arrays at a time.
  *
  * Built without contraction: a product and a sum are two roundings here, on every machine and for every way of
  * sharing the work out, so that results depend neither on threads nor on the kind of CPU.
@@ -10,6 +11,7 @@
 #include <stdint.h>
 
 #define LINE 16
+#define PIECE 512
 #define BLOCK 1024 /* elements whose second moments are added up together */
 
 #if defined(__x86_64__) && defined(__GLIBC__)
@@ -45,10 +47,10 @@ enum { NO_PULL, OVER_DENOMINATOR, UNIFORM };
 
 static inline __attribute__((always_inline)) void
 advance(const int count, float *restrict live, const float *restrict grad, float *restrict exp_avg,
-        float *restrict exp_avg_sq, float *restrict average, float *restrict returned, float *restrict lanes,
-        const Scalars *restrict s, const int usual, const int pull, const int lookahead, const int averages)
+        float *restrict exp_avg_sq, float *restrict average, float *restrict lanes, const Scalars *restrict s,
+        const int usual, const int pull, const int lookahead)
 {
-    float p[LINE], g[LINE], m[LINE], v[LINE], a[LINE], r[LINE], inverse[LINE], new[LINE];
+    float p[LINE], g[LINE], m[LINE], v[LINE], a[LINE], inverse[LINE], new[LINE];
     for (int i = 0; i < count; i++) p[i] = live[i];
     for (int i = 0; i < count; i++) g[i] = usual ? grad[i] : grad[i] * s->sign;
     /* Without momentum the first moment is the gradient, and new_m is 1. */
@@ -57,30 +59,22 @@ advance(const int count, float *restrict live, const float *restrict grad, float
     else
         for (int i = 0; i < count; i++) m[i] = g[i];
     for (int i = 0; i < count; i++) v[i] = exp_avg_sq[i];
-    if (averages > 0)
+    if (pull != NO_PULL)
         for (int i = 0; i < count; i++) a[i] = average[i];
-    if (averages > 1)
-        for (int i = 0; i < count; i++) r[i] = returned[i];
 
     for (int i = 0; i < count; i++) m[i] += (g[i] - m[i]) * s->new_m;
     for (int i = 0; i < count; i++) v[i] = v[i] * s->old_v + g[i] * g[i] * s->new_v;
     for (int i = 0; i < count; i++) inverse[i] = 1.0f / (sqrtf(v[i]) * s->root_factor + s->eps);
     for (int i = 0; i < count; i++) new[i] = p[i] + (m[i] * inverse[i] * s->step_size - p[i] * s->shrink);
 
-/* 0 times an infinite average would be NaN. */
-#define MOVED(old, keep, move) ((keep) == 0.0f ? new[i] : (old) * (keep) + new[i] * (move))
-    if (averages > 0 && lookahead)
-        for (int i = 0; i < count; i++) a[i] = MOVED(a[i], s->keep, s->move);
+    if (lookahead) /* 0 times an infinite average would be NaN */
+        for (int i = 0; i < count; i++) a[i] = s->keep == 0.0f ? new[i] : a[i] * s->keep + new[i] * s->move;
     if (pull != NO_PULL)
         for (int i = 0; i < count; i++) {
             float gain = (pull == UNIFORM ? s->numerator : s->numerator * inverse[i]) * s->rate;
             gain = gain > s->limit ? s->limit : gain;
             new[i] += gain * (a[i] - (lookahead ? new[i] : p[i]));
         }
-    if (averages > 0 && !lookahead)
-        for (int i = 0; i < count; i++) a[i] = MOVED(a[i], s->keep, s->move);
-    if (averages > 1)
-        for (int i = 0; i < count; i++) r[i] = MOVED(r[i], s->keep_returned, s->move_returned);
 
     for (int i = 0; i < count; i++) live[i] = new[i];
     if (usual || exp_avg)
@@ -88,10 +82,18 @@ advance(const int count, float *restrict live, const float *restrict grad, float
     for (int i = 0; i < count; i++) exp_avg_sq[i] = v[i];
     if (pull == OVER_DENOMINATOR)
         for (int i = 0; i < count; i++) lanes[i] += v[i];
-    if (averages > 0)
+    if (lookahead)
         for (int i = 0; i < count; i++) average[i] = a[i];
-    if (averages > 1)
-        for (int i = 0; i < count; i++) returned[i] = r[i];
+}
+
+/* Not inlined, it is quicker. */
+static EVERY_CPU __attribute__((noinline)) void
+move_average(float *restrict average, const float *restrict live, int64_t count, float keep, float move)
+{
+    if (keep == 0.0f)
+        for (int64_t i = 0; i < count; i++) average[i] = live[i];
+    else
+        for (int64_t i = 0; i < count; i++) average[i] = average[i] * keep + live[i] * move;
 }
 
 /* Of the second moments of a block, by place in a line: in float, over few enough lines to be exact to 1e-6. */
@@ -128,12 +130,19 @@ walk(const Tensor *t, Range range, const Scalars *s, double *sums, const int usu
      const int lookahead, const int averages)
 {
 #define MOMENT usual || t->exp_avg ? t->exp_avg + i : 0
-#define ARRAYS t->live + i, t->grad + i, MOMENT, t->exp_avg_sq + i, t->average + i, t->returned + i
+#define ARRAYS t->live + i, t->grad + i, MOMENT, t->exp_avg_sq + i, t->average + i
     for (int64_t block = range.first; block < range.last; block++) {
         float lanes[LINE] = {0};
         int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
-        for (; i + LINE <= last; i += LINE) advance(LINE, ARRAYS, lanes, s, usual, pull, lookahead, averages);
-        for (; i < last; i++) advance(1, ARRAYS, lanes, s, usual, pull, lookahead, averages);
+        while (i < last) {
+            const int64_t begin = i, end = i + PIECE < last ? i + PIECE : last, count = end - begin;
+            for (; i + LINE <= end; i += LINE) advance(LINE, ARRAYS, lanes, s, usual, pull, lookahead);
+            for (; i < end; i++) advance(1, ARRAYS, lanes, s, usual, pull, lookahead);
+            const float *live = t->live + begin;
+            if (averages > 0 && !lookahead) move_average(t->average + begin, live, count, s->keep, s->move);
+            if (averages > 1)
+                move_average(t->returned + begin, live, count, s->keep_returned, s->move_returned);
+        }
         if (pull == OVER_DENOMINATOR) sums[block] = total(lanes);
     }
 }
