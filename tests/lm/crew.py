@@ -1,8 +1,9 @@
 """What test_parallel.py has its ranks do: each a process forked from one that has imported everything."""
 
 import os
+import random
 import socket
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -25,9 +26,11 @@ PLAN = Plan(steps=20, batch_size=5, micro_batch_size=2, seed=3, evaluate_every=5
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Below those that connections get by themselves: it is used later, and must still be free then."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return free.getsockname()[1]
 
 
 def start(folder, size, work, *args, **settings):

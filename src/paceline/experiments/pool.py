@@ -162,6 +162,8 @@ def _signal(process: BaseProcess, number: int) -> None:
 
 
 def _work(target: Target, order: Any, threads: int, gpu: str | None, theirs: Connection) -> None:
+    # The terminal interrupts all; until a run listens for it, what ends this is the parent's own signal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is used for the first time
     import torch
