@@ -573,6 +573,19 @@ def test_data_are_prepared_once_and_trained_on(room, tmp_path, capsys):
     assert ours == theirs
 
 
+def test_prepared_data_need_no_held_out_part_if_other_text_is_held_out(room, tmp_path, capsys):
+    folder, text = tmp_path / "shards", str(room / "text.txt")
+    assert main(["data", str(folder), "--data", text, "--tokenizer", "bpe:300"]) == 0
+    shutil.rmtree(folder / "held-out")
+    words = ["train", "pretrain", "--data", folder, "--model", "gpt:0.3m", "--length", 16, *COMMON]
+    assert main([str(word) for word in (*words, "--out", tmp_path / "alone")]) == 1
+    assert "held-out" in capsys.readouterr().err
+    assert main([str(word) for word in (*words, "--held-out", text, "--out", tmp_path / "run")]) == 0
+    (tmp_path / "shards/tokenizer").rename(tmp_path / "theirs")
+    assert main([str(word) for word in (*words, "--held-out", text, "--out", tmp_path / "third")]) == 1
+    assert "tokenizer" in capsys.readouterr().err
+
+
 def test_data_of_another_tokenizer_are_not_for_a_pretrained_model(room, tuned, tmp_path, capsys):
     assert (
         main(["data", str(tmp_path / "shards"), "--data", str(room / "text.txt"), "--tokenizer", "bpe:280"])
