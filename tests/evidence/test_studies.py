@@ -107,11 +107,35 @@ def test_regret_is_over_the_best_baseline_at_multiples_of_adamws_best_rate():
     pulled = rows["PACE (c 0.001, κ 0.5): EMA κ = 0.3"]
     # Its best rate; there; at AdamW's: what all seeds have in common is not in the error.
     assert pulled[1:4] == ["0.006", "+0.036 ± 0.003", "+0.136 ± 0.003"]
-    assert rows["PACE, wsd (c 0.001, κ 0.5): EMA κ = 0.3"][6].startswith("+0.")  # one seed at ten times it
+    assert rows["PACE, wsd (c 0.001, κ 0.5): EMA κ = 0.3"][6].startswith("+0.")  # at ten times it
     with_error = [
         line for line in text.splitlines() if line.startswith("| AdamW (weight decay 0.01, β₂ 0.999): live")
     ]
     assert "3.130 ± 0.017" in with_error[0]
+
+
+def test_an_average_beside_that_is_what_is_returned_has_no_line_of_its_own():
+    trials = [studies.trial("gpt", GPU.pretraining, studies.PAPER, lr) for lr in (2e-3, 3e-3)]
+    for other, lines in ((3.0, 1), (2.999, 2)):
+        losses = {"average": (3.0, 3.0), "power_0_7": (3.0004, other)}
+        results = made_up(trials, lambda one, view, at=losses: at.get(view, (3.1, 3.1))[one.lr == 3e-3])
+        rows = tables.rows_of(trials, results)
+        assert [row.view for row in rows] == ["average", "power_0_7"]
+        assert tables.told_apart(rows) == rows[:lines]
+
+
+def test_a_shorter_average_is_compared_with_adamws_ema_at_the_same_rate_and_seed():
+    def loss(one, view):
+        return (
+            3 + 10 * one.lr + 0.01 * one.seed + {ADAMW: 0.0, PACE: -0.02}[one.method] + 0.1 * (view == "live")
+        )
+
+    text = tables.TABLES["shorter"](GPU, made_up(studies.shorter(GPU), loss))
+    (line,) = [
+        line for line in text.splitlines() if line.startswith("| PACE (c 0.01, κ 0.3): its average | -")
+    ]
+    assert line.count("-0.020 ± 0.000") == 4
+    assert text.splitlines()[-1].count("-0.020 ± 0.000") == 4 and "strength 30" in text.splitlines()[-1]
 
 
 def test_a_run_that_diverged_is_said_and_chosen_by_nobody():

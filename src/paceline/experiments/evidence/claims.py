@@ -70,9 +70,11 @@ class Claim:
         margin = max(2 * found.error, TIE)
         if found.loss < -margin:
             return "confirmed" if self.strictly else "confirmed: it is lower"
-        if self.strictly:
-            return "not confirmed: it is higher" if found.loss > margin else "not confirmed: a tie"
-        return "not confirmed" if found.loss > margin else "confirmed"
+        if found.loss > margin:
+            return "not confirmed: it is higher"
+        if abs(found.loss) > TIE:
+            return "not settled: seeds differ by as much"
+        return "not confirmed: a tie" if self.strictly else "confirmed: a tie"
 
 
 LIVE, EMA = Side(words="AdamW, live", method=ADAMW), Side(words="AdamW's best EMA", method=ADAMW, beside=True)

@@ -64,6 +64,11 @@ class Row:
         return f"{named} ({self.setting}): {words_of(self.view)}"
 
     @property
+    def kind(self) -> tuple[str, str, str]:
+        """What was run: rows of one kind differ in the weights alone."""
+        return self.method, self.schedule, self.setting
+
+    @property
     def least(self) -> float:
         """At its best rate, of the seed that settings are chosen by."""
         return self.losses.get((self.best_rate, studies.SEED), math.inf)
@@ -82,6 +87,10 @@ class Row:
         """Over the seeds of a rate."""
         return mean_of([loss for (rate, _), loss in self.losses.items() if rate == lr])
 
+    def is_as(self, other: "Row") -> bool:
+        """Whether a reader of tables would see no difference."""
+        return all(math.isclose(y, other.losses[place], abs_tol=5e-4) for place, y in self.losses.items())
+
     def over(self, other: "Row", lr: float, other_lr: float) -> Mean | None:
         """How much worse it is at a rate than the other at its own, seed by seed."""
         own = {seed: y for (rate, seed), y in self.losses.items() if math.isclose(rate, lr, rel_tol=1e-6)}
@@ -90,7 +99,7 @@ class Row:
 
 
 def rows_of(trials: Iterable[Trial], results: Results) -> list[Row]:
-    """A row for each method, schedule and kind of weights: live, its own average, and the best one beside it.
+    """A row for each method, schedule and kind of weights: its own, and the best average beside them.
 
     Which average beside is best is seen at the best rate of the seed that settings are chosen by, once for
     all rates.
@@ -105,6 +114,16 @@ def rows_of(trials: Iterable[Trial], results: Results) -> list[Row]:
             losses = {(one.lr, one.seed): loss_of(one, results, view)[0] for one in own}
             found.append(Row(method=method, setting=setting, schedule=schedule, view=view, losses=losses))
     return found
+
+
+def told_apart(rows: Iterable[Row]) -> list[Row]:
+    """Without averages beside a method that are what it returns anyway, or equal it to three digits."""
+    kept: list[Row] = []
+    for row in rows:
+        last = kept[-1] if kept else None
+        same = last is not None and last.kind == row.kind and row.is_as(last)
+        kept += [] if same else [row]
+    return kept
 
 
 def _views(own: list[Trial], results: Results) -> list[str]:
@@ -143,7 +162,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def over_rates(rows: Sequence[Row]) -> str:
     """Losses of rows at every rate."""
     rates = sorted({lr for row in rows for lr in row.rates})
-    body = [[row.title, *(str(row.mean(lr) or "") for lr in rates)] for row in rows]
+    body = [[row.title, *(str(row.mean(lr) or "") for lr in rates)] for row in told_apart(rows)]
     return markdown(["learning rate", *(f"{lr:g}" for lr in rates)], body)
 
 
@@ -155,7 +174,7 @@ def regret(rows: Sequence[Row], multiples: Sequence[float] = (1, 2, 3, 10)) -> s
         return ""
     best, lr = found
     body = []
-    for row in rows:
+    for row in told_apart(rows):
         places = [row.best_rate, *(lr * times for times in multiples)]
         over = [row.over(best, place, best.best_rate) for place in places]
         body.append(
@@ -251,6 +270,22 @@ def _pulled(one: Trial, results: Results) -> list[str]:
     return [f"{own:.3f}", f"{best:.3f} ({words_of(view)})", share]
 
 
+def shorter_tables(room: Room, results: Results) -> str:
+    """Losses, and over those of AdamW's best EMA at the same rate."""
+    rows = rows_of(studies.shorter(room), results)
+    emas = [row for row in rows if row.method == ADAMW and row.view != "live"]
+    if not emas:
+        return over_rates(rows)
+    (ema,) = emas
+    body = []
+    for row in told_apart(rows):
+        found = [row.over(ema, lr, lr) for lr in studies.SHORTER_RATES]
+        if row is not ema:
+            body.append([row.title, *("" if one is None else f"{one:+}" for one in found)])
+    head = [f"over {ema.title} at", *(f"{lr:g}" for lr in studies.SHORTER_RATES)]
+    return f"{over_rates(rows)}\n\n{markdown(head, body)}"
+
+
 def budgets_table(room: Room, results: Results) -> str:
     """Where decayed branches end, and the run that they left at the same step."""
     trials = studies.together(studies.budgets(room))
@@ -299,6 +334,7 @@ TABLES: dict[str, Callable[[Room, Results], str]] = {
     "tuning": tuning_table,
     "basin": basin_tables,
     "strength": strength_table,
+    "shorter": shorter_tables,
     "budgets": budgets_table,
     "batch": batch_tables,
     "fine-tuning": fine_tuning_table,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 INK, SOFT, GRID = "#1c1e21", "#5c6067", "#ebebe7"
 # Method to colour and dashes: those that reports have.
 METHODS = {"AdamW": 0, "EMA": 1, "AdamW WSD": 2, "PACE": 3, "Schedule-Free": 4, "PACE WSD": 5}
+METHODS |= {"PACE, default": 7}
 # Light to dark, for values that have an order; dark enough for a white ground.
 _RAMP = ("#e0a100", "#d9682b", "#c23b5a", "#94338a", "#5a3f9e", "#24457f", "#0d2f3f")
 
@@ -77,7 +78,7 @@ class Plot:
     last: bool = False
     """Nothing but the last quarter."""
     share: bool = False
-    """Values are shares: from 0 to 1."""
+    """Values are shares: from 0 to 1, or to the greatest where all are small."""
     own_legend: bool = False
     """What the lines are differs from panel to panel."""
 
@@ -94,6 +95,8 @@ class Sheet:
     """Below it."""
 
 
+_SMALL = 0.25
+"""Shares that are all below it would be flat lines on an axis to 1."""
 _HEAD, _LEGEND, _NOTE = 0.72, 0.24, 0.17
 """Inches of the title and what is below it, of a row of the legend, and of a note."""
 
@@ -113,7 +116,7 @@ def draw(sheet: Sheet, stem: Path) -> list[Path]:
     foot = 0.12 + _LEGEND * -(-len(labels) // in_row) + _NOTE * len(notes)
     subtitle = wrap(sheet.subtitle, int(width * 14))
     head = _HEAD + _NOTE * (len(subtitle) - 1)
-    height = head + (3.9 if own else 2.9 if columns > 1 else 3.6) * len(sheet.rows) + foot
+    height = head + sum(_height(row, columns) for row in sheet.rows) + foot
     with rc_context({"pdf.fonttype": 42, "font.size": 9, "path.simplify": True}):
         middle = (0.0, foot / height, 1.0, 1 - (head + foot) / height)
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.03, rect=middle)
@@ -140,13 +143,19 @@ def draw(sheet: Sheet, stem: Path) -> list[Path]:
     return paths
 
 
+def _height(row: Sequence[Plot], columns: int) -> float:
+    """Inches of panels and of what is below them."""
+    labels = [len({line.label for line in plot.lines}) for plot in row if plot.own_legend]
+    turned = 0.3 if any(map(_turned, row)) else 0.0
+    return 3.1 + 0.15 * max(labels) + turned if labels else 2.9 if columns > 1 else 3.6
+
+
 # --- One panel ------------------------------------------------------------------------------------------
 
 
 def _draw_plot(axes: "Axes", plot: Plot) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(plot.title, loc="left", fontsize=10, fontweight="bold", color=INK, parse_math=False)
     axes.set_xlabel(plot.x_label, color=SOFT, fontsize=8.5)
     axes.set_ylabel(plot.y_label, color=SOFT, fontsize=8.5)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
@@ -164,7 +173,11 @@ def _draw_plot(axes: "Axes", plot: Plot) -> None:
             color=SOFT, fontsize=9,
         )  # fmt: skip
     shown = [_last_quarter(line, plot) for line in known] if plot.last else known
-    _set_range(axes, plot, shown)
+    cut = _set_range(axes, plot, shown)
+    axes.set_title(
+        plot.title, loc="left", fontsize=10, fontweight="bold", color=INK, parse_math=False,
+        pad=14 if cut else 6,
+    )  # fmt: skip
     for line in shown:
         _draw_line(axes, plot, line)
     if plot.ticks:
@@ -172,7 +185,7 @@ def _draw_plot(axes: "Axes", plot: Plot) -> None:
     if plot.zoom and known:
         _inset(axes, plot, known)
     if plot.own_legend and known:
-        _legend_below(axes)
+        _legend_below(axes, 0.72 if _turned(plot) else 0.5)
 
 
 def _draw_line(axes: "Axes", plot: Plot, line: Line) -> None:
@@ -223,11 +236,14 @@ def _sign(axes: "Axes", x: float, height: float, sign: str, colour: str) -> None
     )
 
 
-def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> None:
-    """The y range of reports: a bad run does not press the others flat."""
+def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> bool:
+    """The y range of reports: a bad run does not press the others flat. Whether values are outside, which is
+    then written above it."""
     if plot.share:
-        axes.set_ylim(-0.03, 1.03)
-        return
+        known = [y for line in lines for y in line.y if y is not None]
+        top = max(known) if known and 0 < max(known) < _SMALL else 1.0
+        axes.set_ylim(-0.03 * top, 1.03 * top)
+        return False
     series = []
     for line in lines:
         # Of a curve the end counts: its beginning would press it flat.
@@ -238,7 +254,7 @@ def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> None:
             x, y = zip(*pairs, strict=True)
             series.append(Series(method=line.label, x=x, y=y))
     if not series:
-        return
+        return False
     panel = Panel(key="", title="", caption="", x_label="", y_label="", series=tuple(series), place="")
     axis = y_axis(panel)
     axes.set_ylim(*axis.range)
@@ -248,16 +264,14 @@ def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> None:
         values = (
             f"{count} values outside, {least:.3f} to {greatest:.3f}" if count > 1 else f"{least:.3f} outside"
         )
-        axes.text(
-            1, 1.03, f"axis cut: {values}", color=SOFT, fontsize=6.5, ha="right", transform=axes.transAxes,
-        )  # fmt: skip
+        axes.text(0, 1.02, f"axis cut: {values}", color=SOFT, fontsize=6.5, transform=axes.transAxes)
+    return bool(axis.outside)
 
 
 def _set_places(axes: "Axes", plot: Plot) -> None:
     axes.set_xlim(-0.5, len(plot.ticks) - 0.5)
     axes.set_xticks(range(len(plot.ticks)), plot.ticks)
-    many = len(plot.ticks) > 7
-    axes.tick_params(axis="x", labelsize=7.5, rotation=45 if many else 0)
+    axes.tick_params(axis="x", labelsize=7.5, rotation=45 if _turned(plot) else 0)
     if plot.set_apart:
         axes.axvline(plot.set_apart - 0.5, color="#c9cbd0", linewidth=0.8)
     for place in range(len(plot.ticks)):
@@ -267,6 +281,11 @@ def _set_places(axes: "Axes", plot: Plot) -> None:
                 [place], [0.0], "D", markerfacecolor="white", markeredgecolor=SOFT, markersize=4,
                 clip_on=False, transform=axes.get_xaxis_transform(), zorder=5,
             )  # fmt: skip
+
+
+def _turned(plot: Plot) -> bool:
+    """Whether names of places are too many to stand beside each other."""
+    return len(plot.ticks) > 7
 
 
 def _last_quarter(line: Line, plot: Plot) -> Line:
@@ -296,13 +315,20 @@ def _inset(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> None:
     small.set_title("last quarter", fontsize=7, color=SOFT, loc="left", pad=2)
 
 
-def _legend_below(axes: "Axes") -> None:
+def _legend_below(axes: "Axes", inches: float) -> None:
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    # Below by inches: a part of the height would change with what the legend leaves of it.
+    below = axes.transAxes + ScaledTranslation(0, -inches, figure.dpi_scale_trans)
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(reversed(labels), reversed(handles), strict=True))  # branches have one name
     labels = list(dict.fromkeys(labels))
     legend = axes.legend(
-        [once[label] for label in labels], labels, loc="upper left", bbox_to_anchor=(-0.02, -0.19),
-        frameon=False, fontsize=7.5, handlelength=3.2, labelcolor=INK, borderaxespad=0.0, labelspacing=0.3,
+        [once[label] for label in labels], labels, loc="upper left", bbox_to_anchor=(-0.02, 0),
+        bbox_transform=below, frameon=False, fontsize=7.5, handlelength=3.2, labelcolor=INK,
+        borderaxespad=0.0, labelspacing=0.3,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)
