@@ -52,7 +52,7 @@ def readme():
     wide = [f"{over(OURS, EMA, times):+.3f}" for times in (2, 3)]
     return [
         f"{over(OURS, EMA):+.3f}, {wide[0]} and {wide[1]} nats",
-        f"at ten times it {at(OURS, 3e-2):.2f} against {at(EMA, 3e-2):.2f} is",
+        f"at ten times it ends at {at(OURS, 3e-2):.2f} where that EMA ends at {at(EMA, 3e-2):.2f}",
         f"{over(AVERAGE, EMA):.3f} above that EMA",
     ]
 
