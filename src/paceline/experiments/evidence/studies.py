@@ -74,7 +74,7 @@ GPU = Room(
     tuning={"task": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "length": 1024, "batch_size": 16}
     | {"steps": 300, "warmup": 30, "precision": "bfloat16", "held_out_samples": 128, "evaluate_every": 75},
     gpt2={"model": "gpt2", "tokenizer": "gpt2", "length": 1024, "batch_size": 128, "micro_batch_size": 32}
-    | {"steps": 2000, "warmup": 200, "compile": True, "precision": "bfloat16", "held_out_samples": 256}
+    | {"steps": 1500, "warmup": 150, "compile": True, "precision": "bfloat16", "held_out_samples": 256}
     | {"evaluate_every": 250},
 )
 _TINY = {"length": 32, "batch_size": 4, "steps": 40, "warmup": 4, "held_out_samples": 8, "device": "cpu"}
