@@ -178,6 +178,7 @@ def _draw_plot(axes: "Axes", plot: Plot) -> None:
         plot.title, loc="left", fontsize=10, fontweight="bold", color=INK, parse_math=False,
         pad=14 if cut else 6,
     )  # fmt: skip
+    axes.text(0, 1.02, cut, color=SOFT, fontsize=6.5, transform=axes.transAxes)
     for line in shown:
         _draw_line(axes, plot, line)
     if plot.ticks:
@@ -236,14 +237,13 @@ def _sign(axes: "Axes", x: float, height: float, sign: str, colour: str) -> None
     )
 
 
-def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> bool:
-    """The y range of reports: a bad run does not press the others flat. Whether values are outside, which is
-    then written above it."""
+def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> str:
+    """The y range of reports: a bad run does not press the others flat. What to say of values outside."""
     if plot.share:
         known = [y for line in lines for y in line.y if y is not None]
         top = max(known) if known and 0 < max(known) < _SMALL else 1.0
         axes.set_ylim(-0.03 * top, 1.03 * top)
-        return False
+        return ""
     series = []
     for line in lines:
         # Of a curve the end counts: its beginning would press it flat.
@@ -254,18 +254,17 @@ def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> bool:
             x, y = zip(*pairs, strict=True)
             series.append(Series(method=line.label, x=x, y=y))
     if not series:
-        return False
+        return ""
     panel = Panel(key="", title="", caption="", x_label="", y_label="", series=tuple(series), place="")
     axis = y_axis(panel)
     axes.set_ylim(*axis.range)
-    if axis.outside:
-        least, greatest = min(axis.outside), max(axis.outside)
-        count = len(axis.outside)
-        values = (
-            f"{count} values outside, {least:.3f} to {greatest:.3f}" if count > 1 else f"{least:.3f} outside"
-        )
-        axes.text(0, 1.02, f"axis cut: {values}", color=SOFT, fontsize=6.5, transform=axes.transAxes)
-    return bool(axis.outside)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    if not axis.outside:
+        return ""
+    least, greatest, count = min(axis.outside), max(axis.outside), len(axis.outside)
+    if count == 1:
+        return f"axis cut: {least:.3f} outside"
+    return f"axis cut: {count} values outside, {least:.3f} to {greatest:.3f}"
 
 
 def _set_places(axes: "Axes", plot: Plot) -> None:
@@ -306,13 +305,15 @@ def _inset(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> None:
     small.set_facecolor("white")
     part = replace(plot, zoom=False, own_legend=False, last=True, title="")
     shown = [replace(_last_quarter(line, plot), end="") for line in lines]
-    _set_range(small, part, shown)
+    cut = _set_range(small, part, shown)
     for line in shown:
         _draw_line(small, part, line)
     small.tick_params(labelsize=6.5, colors=SOFT, length=2)
     small.grid(axis="y", color=GRID, linewidth=0.6)
     small.spines[:].set_color("#c9cbd0")
-    small.set_title("last quarter", fontsize=7, color=SOFT, loc="left", pad=2)
+    small.set_title(
+        "last quarter, axis cut" if cut else "last quarter", fontsize=7, color=SOFT, loc="left", pad=2
+    )
 
 
 def _legend_below(axes: "Axes", inches: float) -> None:
