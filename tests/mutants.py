@@ -1320,7 +1320,7 @@ PACE = [
         "onepass.py",
         "    if at.t == 1:\n",
         "    if False:\n",
-        (f"{_FUSED}::test_what_averages_held_before_the_first_step_makes_no_difference",),
+        ("tests/optim/test_native.py::test_what_averages_held_before_the_first_step_makes_no_difference",),
     ),
     Mutant(
         "pace-added-group-holds-live",

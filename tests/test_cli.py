@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from paceline import cli
 from paceline.cli import main
 from paceline.experiments import build, config, display
+from paceline.experiments import doctor as doctor_of_machines
 from paceline.experiments.config import Run
 from paceline.experiments.records import read
 from paceline.experiments.run import restored
@@ -507,6 +508,15 @@ def test_doctor_on_the_machine(capsys):
         and "cpu (" in said
         and "PACE steps by torch's fused AdamW, and foreach" in said
     )
+
+
+@pytest.mark.parametrize("functions", [object(), None])
+def test_doctor_says_who_looks_at_tensors(functions, capsys, monkeypatch):
+    monkeypatch.setattr(doctor_of_machines, "missing", lambda kind: None)
+    monkeypatch.setattr(doctor_of_machines.look, "functions", lambda: functions)
+    assert main(["doctor"]) == 0
+    by = "Python, which takes longer" if functions is None else "C\n"
+    assert f"all tensors is looked up by {by}" in capsys.readouterr().out
 
 
 def test_doctor_on_a_run(trained, capsys):

@@ -10,6 +10,7 @@ import torch
 from paceline.experiments.config import ConfigError
 from paceline.lm import checkpoint
 from paceline.lm.files import plain_file, sha256_of
+from paceline.optim import look
 from paceline.optim.work import HOST_NAME, ONE_PASS_NAMES, missing
 
 
@@ -30,6 +31,9 @@ def examine_machine() -> list[str]:
             lines.append(f"  fused=True {lacking}")
         elif not usual:
             lines.append(f"  with fused=True: {ONE_PASS_NAMES[kind]}, in about half the time")
+        if lacking is None:
+            by = "C" if look.functions() else "Python, which takes longer if tensors are many and small"
+            lines.append(f"  what one pass needs to know of all tensors is looked up by {by}")
     return lines
 
 
