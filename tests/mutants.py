@@ -1353,7 +1353,7 @@ PACE = [
     Mutant(
         "pace-copy-lacks-entries",
         "pace.py",
-        'names = ("_loaded_live", "_loaded_name", "_buffer_memory", "grad_norm")',
+        'names = ("_loaded_live", "_loaded_name", "_buffer_memory", "grad_norm", "skipped")',
         'names = ("_loaded_name", "_buffer_memory")',
         (_COPIES,),
     ),
@@ -2248,9 +2248,16 @@ WRAPPER = [
     Mutant(
         "wrapper-abandon-missing",
         "wrapper.py",
-        "                self._abandon(group, parameters)\n",
-        "                pass\n",
+        "            self._abandon(group, parameters)\n",
+        "            pass\n",
         (f"{_BATTERY}::test_a_failing_step_of_the_base_leaves_live_as_it_was",),
+    ),
+    Mutant(
+        "wrapper-averages-skipped-steps",
+        "wrapper.py",
+        "        if self.skipped:",
+        "        if False:",
+        ("tests/optim/test_wrappers.py::test_a_step_that_the_base_skips_is_not_averaged_or_counted",),
     ),
     Mutant(
         "wrapper-parameters-without-gradient-advance",

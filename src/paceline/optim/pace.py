@@ -96,7 +96,7 @@ class PACE(Averaging):
             the last step is `optimizer.grad_norm`.
         skip_nonfinite: skip the whole step if a gradient of a group that says so has a NaN or Inf: one host
             read a step, none with capturable=True on a GPU. There a `torch.amp.GradScaler` leaves unscaling
-            and skipping to us.
+            and skipping to us. Whether the last step was skipped is `optimizer.skipped`.
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW. foreach=True and False are the
             same to the bit in float32 and float64. None: on a CPU torch's fused AdamW takes the step, mostly
             with the pull, if gain is "paper" or "scaled" and gap is "pre": quicker, and rounded otherwise.
@@ -181,6 +181,9 @@ class PACE(Averaging):
         self._fits = Fits()
         self.grad_norm: Tensor | None = None
         """Of all gradients of the last step, before they were clipped; () float64, with max_grad_norm."""
+        self.skipped: bool | Tensor = False
+        """Whether skip_nonfinite skipped the last step; with capturable=True on the device, where not 0 is
+        yes."""
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -211,11 +214,12 @@ class PACE(Averaging):
                 self.state[parameter] = allocate(parameter, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_loaded_live", "_loaded_name", "_buffer_memory", "grad_norm")
+        names = ("_loaded_live", "_loaded_name", "_buffer_memory", "grad_norm", "skipped")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fits = Fits()  # first: what it keeps may be what makes room
+        self.skipped = False  # of one that was pickled before there was such a thing
         super().__setstate__(state)
         for group in self.param_groups:  # of one that was pickled before there were such settings
             for name, value in (("rounding", "nearest"), ("offload", False), ("max_grad_norm", None)):
@@ -259,7 +263,7 @@ class PACE(Averaging):
         look = look_at(works, scaled, over_ranks)
         scale_of = scale_before(self.state, works, over_ranks)
         gradients = look()
-        self.grad_norm = gradients.norm
+        self.grad_norm, self.skipped = gradients.norm, gradients.skip
         if gradients.skip is True:
             return loss
         skip = gradients.skip if isinstance(gradients.skip, Tensor) else None
