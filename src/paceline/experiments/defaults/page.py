@@ -9,9 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from paceline.experiments.defaults.regret import Pick
+from paceline.experiments.defaults.regret import Pick, best_weights
 from paceline.experiments.defaults.tables import (
     POWERS,
+    Results,
     Row,
     Study,
     at,
@@ -150,10 +151,11 @@ CHAT_METHODS = (
 )
 
 
-def transferred(average: str, *more: Row, recipe: str = "") -> tuple[Row, ...]:
-    """Beside AdamW with its best average."""
-    ours = [Row("the default", f"{DEFAULT}{recipe}", weights) for weights in (K7, average)]
-    return (Row("AdamW", f"adamw{recipe}", average), *ours, *more)
+def transfer(results: Results, *more: Row, recipe: str = "") -> str:
+    """The default with its own average and with AdamW's best, beside AdamW with that."""
+    adamw = best_weights(results, f"adamw{recipe}", POWERS)
+    ours = [Row("the default", f"{DEFAULT}{recipe}", weights) for weights in (K7, adamw.weights)]
+    return losses(results, [Row("AdamW", *adamw), *ours, *more])
 
 
 PULL = Row("PACE of the paper", PAPER, K5)
@@ -207,11 +209,11 @@ TABLES: dict[str, Callable[[Study], str]] = {
     "fine-tuning-regret": lambda study: regrets(study[CHAT], CHAT_REGRET, REFERENCES[CHAT]),
     "pretraining-best": lambda study: bests(study[GPT], BASELINES),
     "fine-tuning-best": lambda study: bests(study[CHAT], CHAT_BASELINES),
-    "larger": lambda study: losses(study["25m-2000-steps"], transferred(K6)),
-    "shorter": lambda study: losses(study["7m-quarter"], transferred(K5, PULL)),
-    "large-batch": lambda study: losses(study["7m-large-batch"], transferred(K5, PULL, *SIGNALS[K5])),
-    "usual": lambda study: losses(study["7m-usual"], transferred(K6, recipe="@usual")),
-    "signal": lambda study: losses(study["7m-usual"], transferred(K6, *SIGNALS[K6])),
+    "larger": lambda study: transfer(study["25m-2000-steps"]),
+    "shorter": lambda study: transfer(study["7m-quarter"], PULL),
+    "large-batch": lambda study: transfer(study["7m-large-batch"], PULL, *SIGNALS[K5]),
+    "usual": lambda study: transfer(study["7m-usual"], recipe="@usual"),
+    "signal": lambda study: transfer(study["7m-usual"], *SIGNALS[K6]),
     "pretraining": lambda study: losses(chosen_by(study[GPT]), METHODS),
     "pretraining-seeds": lambda study: regrets(others(study[GPT]), SEEDS, REFERENCES[GPT], ("1", "2", "4")),
     "ideas": lambda study: losses(at((2e-3, 8e-3), chosen_by(study[GPT])), IDEAS),

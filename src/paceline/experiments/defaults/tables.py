@@ -1,5 +1,6 @@
 """Kinds of tables about the study, as text of a page. Pure functions; no torch."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -59,17 +60,21 @@ def rate_in_words(lr: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
+_AVERAGE = re.compile(r"(?:blend_(\d_\d+)_)?(power|half_life)_(\d_\d+)")
+
+
 def weights_in_words(weights: str) -> str:
     """What is returned.
 
     >>> weights_in_words("power_0_7"), weights_in_words("half_life_0_06"), weights_in_words("average")
     ('κ = 0.7', 'half-life 6 %', 'its average')
     """
-    kind, _, number = weights.replace("power_", "power ").replace("life_", "life ").partition(" ")
-    value = float(number.replace("_", ".")) if number else 0.0
-    words = {"power": f"κ = {value:g}", "half_life": f"half-life {100 * value:g} %", "average": "its average"}
-    words["blend_0_5_half_life"] = f"half live, half of half-life {100 * value:g} %"
-    return words.get(kind, kind)
+    parts = _AVERAGE.fullmatch(weights)
+    if parts is None:
+        return {"average": "its average"}.get(weights, weights)
+    share, value = (float((part or "1").replace("_", ".")) for part in parts.group(1, 3))
+    words = f"κ = {value:g}" if parts[2] == "power" else f"half-life {100 * value:g} %"
+    return words if share == 1 else f"{100 * share:g} % of {words}, the rest live"
 
 
 # --- Kinds of tables ------------------------------------------------------------------------------------
