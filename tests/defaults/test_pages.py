@@ -30,6 +30,18 @@ def test_what_others_are_compared_with_is_the_best_of_adamw():
         assert regret.best_weights(known[trained], "adamw") == reference
 
 
+def test_the_seed_that_chose_gives_the_best_of_each_alone():
+    """docs/defaults.md says so, and names the one that is another."""
+    known = tables.read_study(RECORDS)
+    others = []
+    for trained, rows in ((page.GPT, page.BASELINES), (page.CHAT, page.CHAT_BASELINES)):
+        for row in rows:
+            seeds = (known[trained], tables.chosen_by(known[trained]))
+            picks = {(pick := row.pick(own), regret.best_rate(own, pick)) for own in seeds}
+            others += [row.title] * (len(picks) > 1)
+    assert others == ["AdamW, WSD"]
+
+
 def test_the_command_fills_both_pages_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
     for name in page.PAGES:
         (tmp_path / name).write_text("<!-- table: larger -->\n<!-- end -->\n")

@@ -15,7 +15,7 @@ from paceline.experiments.defaults.regret import (
     losses_of,
     regret,
 )
-from paceline.experiments.defaults.tables import POWERS, Study, chosen_by, read_study
+from paceline.experiments.defaults.tables import POWERS, Study, chosen_by, rate_in_words, read_study
 
 SHORT, WIDE, LARGE, RECIPE = "7m-quarter", "7m-large-batch", "25m-2000-steps", "7m-usual"
 OLDER, OLDEST = "7m-short-warmup", "7m-1500-steps"
@@ -158,7 +158,9 @@ def defaults_page():
     free = ends.pop("adamw")
     short, long_warm = warmed()
     assert rate == 1 / 8 and longer_are_worse()
+    rates = [rate_in_words(best_rate(study()[task], REFERENCES[task])) for task in (GPT, CHAT)]
     return [
+        *(f"tokens; best rate {rate})" for rate in rates),
         f"{pretraining.mean:.3f} ± {pretraining.error:.3f} nats above them in pretraining",
         f"{-tuning.mean:.3f} ± {tuning.error:.3f} below them in fine-tuning",
         at_twice("loses {} in pretraining, where they lose {}, and {} in fine-tuning, where they lose {}."),
