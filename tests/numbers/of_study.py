@@ -70,8 +70,9 @@ def least_in_both() -> float:
         losses = [over(task, *pick, 2) for task in (GPT, CHAT)]
         if None not in losses:
             found[pick] = max(one.mean for one in losses)
-    least = min(found, key=found.__getitem__)
+    least, second = sorted(found, key=found.__getitem__)[:2]
     assert least == (DEFAULT, K7), f"{least} loses less in both tasks"
+    assert f"{found[second]:.3f}" > f"{found[least]:.3f}", f"{second} stays within as much"
     return found[least]
 
 
@@ -164,7 +165,7 @@ def defaults_page():
         f"{pretraining.mean:.3f} ± {pretraining.error:.3f} nats above them in pretraining",
         f"{-tuning.mean:.3f} ± {tuning.error:.3f} below them in fine-tuning",
         at_twice("loses {} in pretraining, where they lose {}, and {} in fine-tuning, where they lose {}."),
-        f"loses at most {least_in_both():.3f} in each of them",
+        f"no other stays within {least_in_both():.3f} in both",
         f"0.6 is better by {between(GPT, (DEFAULT, K7), (DEFAULT, K6), 2e-3):.3f};",
         f"better by {between(CHAT, (DEFAULT, K7), (DEFAULT, K8), 6e-4):.3f} at twice it",
         f"the paper's setting costs {over(GPT, PAPER, K5).mean:.3f} at the best rate",
