@@ -27,6 +27,8 @@ class Result:
     """At the end, by weights; empty if it diverged."""
     train: tuple[float | None, ...]
     """Means of 50 steps."""
+    readings: tuple[float, ...] = ()
+    """Of older runs: the cosine of gradient and gap, gap²/noise, means over tensors; and others."""
 
 
 class Pick(NamedTuple):
@@ -44,8 +46,11 @@ class Estimate(NamedTuple):
     """Its standard error; NaN for one seed."""
     seeds: int
 
+    def __format__(self, sign: str) -> str:
+        return f"{self.mean:{sign}.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
+
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
+        return f"{self}"
 
 
 def read(paths: Iterable[Path]) -> list[Result]:
@@ -54,11 +59,9 @@ def read(paths: Iterable[Path]) -> list[Result]:
     found = []
     for name, line in lines.items():
         method, lr, seed = name.rsplit("-", 2)
-        found.append(
-            Result(
-                method=method, lr=float(lr), seed=int(seed), losses=line["losses"], train=tuple(line["train"])
-            )
-        )
+        told = {"losses": line["losses"], "train": tuple(line["train"])}
+        told |= {"readings": tuple(line.get("readings", ()))}
+        found.append(Result(method=method, lr=float(lr), seed=int(seed), **told))
     return found
 
 
