@@ -1,7 +1,7 @@
 """Tables in pages of the documentation, between marks: made anew from code and records."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -22,3 +22,15 @@ def filled(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
 def tables_in(page: str) -> list[str]:
     """Their names."""
     return [found[2] for found in _PLACE.finditer(page)]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table.
+
+    >>> print(markdown(["", "ms"], [["AdamW", "1.0"]]))
+    |  | ms |
+    | --- | --- |
+    | AdamW | 1.0 |
+    """
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

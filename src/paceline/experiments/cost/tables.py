@@ -1,6 +1,6 @@
 """The tables of docs/cost.md, made by the functions: between marks in the page, to be made again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.experiments.cost.estimate import Cost, cost
@@ -8,6 +8,7 @@ from paceline.experiments.cost.hardware import HARDWARE
 from paceline.experiments.cost.optimizer import PRESETS, Optimizer, Precision
 from paceline.experiments.cost.shape import SHAPES
 from paceline.experiments.cost.training import Sharding, Training
+from paceline.experiments.pages import markdown
 
 _MANY = 2**20  # weights
 GPUS = (8, 64, 256, 1024, 4096, 16384)
@@ -37,11 +38,6 @@ def usual(model: str, gpus: int, optimizer: Optimizer, sharding: Sharding = "fsd
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _of_models(cell: Callable[[Cost, Cost], str], sharding: Sharding = "fsdp") -> str:
     rows = []
     for model in SHAPES:
@@ -49,7 +45,7 @@ def _of_models(cell: Callable[[Cost, Cost], str], sharding: Sharding = "fsdp") -
             base = cost(usual(model, gpus, PRESETS["adamw"], sharding))
             costs = [cost(usual(model, gpus, each, sharding)) for each in SIDE_BY_SIDE.values()]
             rows.append([model, f"{gpus:,}", *(cell(each, base) for each in costs)])
-    return _table(["model", "GPUs", *SIDE_BY_SIDE], rows)
+    return markdown(["model", "GPUs", *SIDE_BY_SIDE], rows)
 
 
 def memory_table() -> str:
@@ -86,7 +82,7 @@ def state_table() -> str:
         kept = [each.moment_bytes(_MANY, dtype) + each.average_bytes(_MANY) for each, dtype in kinds]
         moved = optimizer.traffic("float32") + optimizer.beside("float32")
         rows.append([name, *(f"{size / _MANY:.2f}" for size in kept), f"{moved:.2f}"])
-    return _table(["", "float32 weights", "bfloat16 weights", '… rounding="master"', "moved, float32"], rows)
+    return markdown(["", "float32 weights", "bfloat16 weights", '… rounding="master"', "moved, float32"], rows)
 
 
 def update_every_table() -> str:
@@ -101,7 +97,7 @@ def update_every_table() -> str:
         rows.append(
             [name, f"{moved[0]:.1f}", f"{moved[1]:.1f}", *(f"{1e3 * c.optimizer_seconds:.2f}" for c in costs)]
         )
-    return _table(["", "bytes, every step", "every 10th", *(f"{n}" for n in every)], rows)
+    return markdown(["", "bytes, every step", "every 10th", *(f"{n}" for n in every)], rows)
 
 
 def checkpoint_table() -> str:
@@ -113,7 +109,7 @@ def checkpoint_table() -> str:
         rows.append(
             [model, *files, f"{costs[0].export / 1e9:,.0f}", f"{costs[0].export_bfloat16 / 1e9:,.1f}"]
         )
-    return _table(["model", *SIDE_BY_SIDE, "export", "export, bfloat16"], rows)
+    return markdown(["model", *SIDE_BY_SIDE, "export", "export, bfloat16"], rows)
 
 
 def sharding_table() -> str:
@@ -148,7 +144,7 @@ def sharding_table() -> str:
         "not hidden, s",
         "step, s",
     ]
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 BUDGET = 15e12
@@ -184,7 +180,7 @@ def seventy_table() -> str:
         "checkpoint, GB",
         "written, s",
     ]
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def small_table() -> str:
@@ -204,7 +200,7 @@ def small_table() -> str:
                     f"{100 * (each.step_seconds / base.step_seconds - 1):+.2f}",
                 ]
             )
-    return _table(["GPUs", "", "fullest, GB", "optimizer, ms", "time, %"], rows)
+    return markdown(["GPUs", "", "fullest, GB", "optimizer, ms", "time, %"], rows)
 
 
 def hardware_table() -> str:
@@ -230,7 +226,7 @@ def hardware_table() -> str:
         "network, GB/s",
         "bus, GB/s",
     ]
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def model_table() -> str:
@@ -250,7 +246,7 @@ def model_table() -> str:
             ]
         )
     head = ["", "parameters, B", "width", "layers", "heads", "keys", "inner", "vocabulary", "length"]
-    return _table([*head, "GFLOP a token", "MFU, %", "GPU-hours for 1T tokens"], rows)
+    return markdown([*head, "GFLOP a token", "MFU, %", "GPU-hours for 1T tokens"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

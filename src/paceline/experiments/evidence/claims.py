@@ -11,7 +11,8 @@ from typing import final
 from paceline.experiments.config import ConfigError
 from paceline.experiments.evidence import studies
 from paceline.experiments.evidence.studies import ADAMW, DEFAULT, FREE, PACE, Room
-from paceline.experiments.evidence.tables import TABLES, Mean, Results, Row, baseline, markdown, rows_of
+from paceline.experiments.evidence.tables import TABLES, Mean, Results, Row, baseline, rows_of
+from paceline.experiments.pages import markdown
 
 TIE = 0.003
 

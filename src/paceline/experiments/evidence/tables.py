@@ -9,6 +9,7 @@ from typing import final
 from paceline.experiments.config import named_averages
 from paceline.experiments.evidence import studies
 from paceline.experiments.evidence.studies import ADAMW, FREE, Room, Trial, loss_of
+from paceline.experiments.pages import markdown
 from paceline.experiments.paper.lines import Result
 
 Results = Mapping[str, Result]
@@ -151,12 +152,6 @@ def words_of(view: str) -> str:
 
 
 # --- Markdown -------------------------------------------------------------------------------------------
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def over_rates(rows: Sequence[Row]) -> str:
