@@ -1,4 +1,4 @@
-"""Tables of docs/storage.md, docs/around.md and docs/training.md, from the records of benchmarks. No torch."""
+"""Tables of docs/storage.md, docs/around.md and docs/training.md, from records of benchmarks. No torch."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -125,9 +125,9 @@ def storage_table(folder: Path) -> str:
 
 
 WHOLE = {
-    'the paper\'s, κ = 0.3': ("PACE:paper,{},kappa:0.3", "power_0_3"),
-    'the paper\'s, κ = 0.5': ("PACE:paper,{},kappa:0.5", "power_0_5"),
-    'the paper\'s, κ = 0.7': ("PACE:paper,{},kappa:0.7", "power_0_7"),
+    "the paper's, κ = 0.3": ("PACE:paper,{},kappa:0.3", "power_0_3"),
+    "the paper's, κ = 0.5": ("PACE:paper,{},kappa:0.5", "power_0_5"),
+    "the paper's, κ = 0.7": ("PACE:paper,{},kappa:0.7", "power_0_7"),
     "the default": ("PACE:default,{}", "power_0_7"),
 }
 """Of the runs with storages: their names, and the float32 average of the same live weights."""
@@ -155,7 +155,7 @@ LOW_BIT = {"CPU": "2026-11-16-low-bit-cpu", "H200": "2026-11-16-low-bit-h200"}
 
 
 def low_bit_table(folder: Path) -> str:
-    """8-bit moments, alone and with the pull: by the quickest round on the busy CPU, by medians on the GPU."""
+    """8-bit moments, alone and with the pull: the quickest round of the busy CPU, medians of the GPU."""
     cpu, gpu = (by_optimizer(read(folder, name)) for name in LOW_BIT.values())
     body = []
     for (model, name), row in cpu.items():

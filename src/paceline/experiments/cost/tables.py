@@ -82,7 +82,9 @@ def state_table() -> str:
         kept = [each.moment_bytes(_MANY, dtype) + each.average_bytes(_MANY) for each, dtype in kinds]
         moved = optimizer.traffic("float32") + optimizer.beside("float32")
         rows.append([name, *(f"{size / _MANY:.2f}" for size in kept), f"{moved:.2f}"])
-    return markdown(["", "float32 weights", "bfloat16 weights", '… rounding="master"', "moved, float32"], rows)
+    return markdown(
+        ["", "float32 weights", "bfloat16 weights", '… rounding="master"', "moved, float32"], rows
+    )
 
 
 def update_every_table() -> str:
