@@ -385,7 +385,7 @@ def test_errors_are_of_measured_numbers():
     assert checks.foretold(records(), "step_seconds")["gpt:25m", "AdamW"] == pytest.approx(
         0.0365992707 / 0.0327950705 - 1, rel=1e-6
     )
-    assert checks.worst([-0.3, 0.1]) == "30.0 % at most"
+    assert checks.worst({1: -0.3, 2: 0.1}) == "30.0 % at most"
 
 
 def test_small_models_reach_less_of_the_peak():

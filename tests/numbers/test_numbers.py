@@ -5,9 +5,10 @@ import doctest
 import pytest
 import said
 from of_results import RESULTS
+from of_speed import SPEED
 from said import ROOT, Numbers, unexplained
 
-ALL: tuple[Numbers, ...] = (RESULTS,)
+ALL: tuple[Numbers, ...] = (RESULTS, SPEED)
 """Where numbers come from. A page may have some of each."""
 PAGES = sorted({page for numbers in ALL for page in (*numbers.measured, *numbers.fixed)})
 

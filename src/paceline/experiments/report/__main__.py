@@ -14,7 +14,8 @@ from paceline.experiments.report.tables import results_table
 
 def outcomes_of(comparison: Path) -> Outcomes:
     """What came out of it."""
-    return Outcomes(tuple(read_run(run) for run in find_runs([comparison])))
+    found = (read_run(run) for run in find_runs([comparison]))
+    return Outcomes(tuple(result for result in found if result is not None))
 
 
 def tables(comparison: Path) -> dict[str, Callable[[], str]]:
