@@ -1,7 +1,7 @@
 """Numbers in sentences of pages about time, memory, theory and the commands, and what README says of them."""
 
 from functools import cache
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from said import RECORDS, Numbers
 from trajectories import OFFERED
@@ -71,6 +71,14 @@ def storage_page():
         for method, shadow in WHOLE.values()
         for storage in STORAGES[1:]
     )
+    for method, _ in WHOLE.values():
+        of = {
+            storage: [each["average"] for each in stored[method.format(storage), 0.002]]
+            for storage in STORAGES
+        }
+        for storage in STORAGES[1:]:  # "no mean is further from float32's than the seeds spread"
+            near = max(stdev(of[storage]), stdev(of["float32"]))
+            assert abs(fmean(of[storage]) - fmean(of["float32"])) < near
     no_momentum = {lr: fmean(x["average"] for x in lean["PACE:paper,no_momentum", lr]) for lr in (5e-4, 2e-3)}
     with_momentum = fmean(x["average"] for x in stored["PACE:paper,float32,kappa:0.5", 0.002])
     every_tenth = {
@@ -151,6 +159,9 @@ def tokens():
 
 def compare_page():
     two, three = verdict._STUDENT[:2]
+    others = set(comparison().methods) - {"AdamW WSD"}
+    for seed, loss in comparison().losses("AdamW WSD", 0.002).items():  # "ended lowest on both seeds"
+        assert all(loss < comparison().losses(name, 0.002)[seed] for name in others)
     return [
         f"{tokens():.1f}M tokens of English Wikipedia a run",
         f"{len(comparison().results)} runs",
