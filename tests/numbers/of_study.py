@@ -236,6 +236,7 @@ def readme():
 
 STUDY = Numbers(
     measured={
+        "README.md": readme,
         "docs/defaults.md": defaults_page,
         "docs/choose.md": choose_page,
         "docs/index.md": index_page,

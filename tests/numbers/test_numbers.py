@@ -5,10 +5,11 @@ import doctest
 import pytest
 import said
 from of_results import RESULTS
+from of_speed import SPEED
 from of_study import STUDY
 from said import ROOT, Numbers, unexplained
 
-ALL: tuple[Numbers, ...] = (RESULTS, STUDY)
+ALL: tuple[Numbers, ...] = (RESULTS, STUDY, SPEED)
 """Where numbers come from. A page may have some of each."""
 PAGES = sorted({page for numbers in ALL for page in (*numbers.measured, *numbers.fixed)})
 
@@ -27,3 +28,9 @@ def test_numbers_are_found_in_prose_alone():
     page += "<!-- table: a -->\n2.0\n<!-- end -->\n"
     assert unexplained(page, []) == ([], ["3"])
     assert unexplained(page, ["3 ms", "0.7"]) == (["0.7"], [])
+
+
+def test_no_page_is_left_out():
+    pages = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+    for page in set(pages) - set(PAGES):
+        assert unexplained((ROOT / page).read_text(encoding="utf-8"), []) == ([], []), page

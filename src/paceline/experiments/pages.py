@@ -25,6 +25,12 @@ def tables_in(page: str) -> list[str]:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """A table.
+
+    >>> print(markdown(["", "ms"], [["AdamW", "1.0"]]))
+    |  | ms |
+    | --- | --- |
+    | AdamW | 1.0 |
+    """
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

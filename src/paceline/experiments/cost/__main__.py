@@ -1,22 +1,24 @@
-"""Make the tables and pictures of docs/cost.md again: `python -m paceline.experiments.cost docs`."""
+"""Make the tables and pictures of docs/cost.md again: `python -m paceline.experiments.cost docs records`."""
 
 import sys
 from pathlib import Path
 
+from paceline.experiments.cost import checks
 from paceline.experiments.cost.pictures import draw
 from paceline.experiments.cost.tables import TABLES
 from paceline.experiments.pages import filled
 
 
-def main(folder: Path) -> None:
+def main(docs: Path, records: Path) -> None:
     """Into the page in that folder, and beside it."""
-    page = folder / "cost.md"
-    page.write_text(filled(page.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
-    for path in (page, *draw(folder)):
+    page = docs / "cost.md"
+    tables = {**TABLES, **checks.tables(records)}
+    page.write_text(filled(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    for path in (page, *draw(docs)):
         print(path)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not Path(sys.argv[1], "cost.md").is_file():
-        sys.exit("usage: python -m paceline.experiments.cost docs")
-    main(Path(sys.argv[1]))
+    if len(sys.argv) != 3 or not all(Path(folder).is_dir() for folder in sys.argv[1:]):
+        sys.exit("usage: python -m paceline.experiments.cost docs records")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
