@@ -27,8 +27,6 @@ from paceline.experiments.cost.price import of_run, together
 from paceline.experiments.cost.shape import SHAPES, named
 from paceline.experiments.cost.tables import BUDGET, PACE, usual
 from paceline.experiments.cost.training import Training
-from paceline.experiments.evidence import studies
-from paceline.experiments.paper import lines
 from paceline.experiments.paper.labels import EXPERIMENTS, cells
 from paceline.experiments.paper.scales import SCALES
 from paceline.experiments.report import verdict
@@ -226,15 +224,6 @@ def golden():
 # --- docs/cost.md ---------------------------------------------------------------------------------------
 
 
-def of_studies():
-    """Of runs that were priced before: predicted over measured, and how many."""
-    results = lines.read([RECORDS / "2026-11-16-evidence-gpt.jsonl"])
-    wanted = [*studies.tuning(studies.GPU), *studies.basin(studies.GPU, results)]
-    done = {one.name: one.run for one in wanted if one.name in results}
-    predicted = together(of_run(run, H200) for run in done.values()).lasting(8)
-    return predicted / (sum(results[name].seconds for name in done) / 8), len(done)
-
-
 def cost_page():
     adamw = optimizer.PRESETS["adamw"]
     walls = [steps()["gpt2", name]["wall"] for name in ("PACE, fused, paper", "PACE, fused")]
@@ -256,7 +245,6 @@ def cost_page():
     assert long[0] == "gpt:25m" and short == ("gpt:25m", "PACE, int8")
     rest = [abs(e) for at, e in took.items() if at[0] != "gpt:25m"]
     rest += [abs(e) for at, e in ours.items() if at != short]
-    predicted, runs = of_studies()
     return [
         f"GPU-hours (of {cost(usual('70b', 1024, adamw)).gpu_hours(BUDGET) / 1e6:.1f} million)",
         f"({walls[0]:.0f} to {walls[1]:.0f} ms for the 148 tensors of GPT-2)",
@@ -282,8 +270,6 @@ def cost_page():
         f"{-100 * ours[short]:.0f} % too short; of the others {100 * max(rest):.0f} % is the worst of either",
         f"predicted {100 * small[1]:.0f} % too quick alone",
         f"{100 * small[6]:.0f} % too quick with six at once",
-        f"{runs} runs of it, eight at once, with evaluations of six sets of weights, were predicted to take "
-        f"{100 * (1 - predicted):.0f} % less than they took",
     ]
 
 

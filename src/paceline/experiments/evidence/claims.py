@@ -10,6 +10,7 @@ from typing import final
 
 from paceline.experiments.config import ConfigError
 from paceline.experiments.evidence import studies
+from paceline.experiments.evidence.estimates import estimates_table
 from paceline.experiments.evidence.studies import ADAMW, DEFAULT, FREE, PACE, Room
 from paceline.experiments.evidence.tables import TABLES, Mean, Results, Row, baseline, rows_of
 from paceline.experiments.pages import markdown
@@ -156,5 +157,9 @@ def tables(room: Room, results: Results) -> dict[str, Callable[[], str]]:
 
         return made
 
-    own = {"verdicts": lambda: verdicts(room, results), "done": lambda: done(room, results)}
+    own = {
+        "verdicts": lambda: verdicts(room, results),
+        "done": lambda: done(room, results),
+        "estimates": lambda: estimates_table(room, results),
+    }
     return own | {name: of_study(name) for name in TABLES}

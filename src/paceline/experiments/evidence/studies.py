@@ -263,7 +263,7 @@ def _place(one: Trial, room: Room) -> tuple[str, Mapping[str, Any]]:
 TUNED_RATES = (2e-3, 4e-3)
 RATES = (5e-4, 1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 9e-3, 3e-2)
 """From a sixth of the best rate of AdamW, which turned out to be 3e-3, to ten times it."""
-SEEDED_RATES = (2e-3, 3e-3, 6e-3, 9e-3, 3e-2)
+SEEDED_RATES = (2e-3, 3e-3, 4e-3, 6e-3, 9e-3, 3e-2)
 FINE_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 5e-3)
 FINE_SEEDED_RATES = (3e-4, 1e-3, 3e-3)
 STRENGTHS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
