@@ -1,5 +1,6 @@
 """What test_parallel.py has its ranks do: each a process forked from one that has imported everything."""
 
+import faulthandler
 import os
 import random
 import socket
@@ -35,7 +36,7 @@ def free_port():
 
 def start(folder, size, work, *args, **settings):
     """As many ranks as asked for, each a process; `work` is done in all of them."""
-    ports = [free_port() for _ in range(8)]
+    ports = list({free_port() for _ in range(16)})[:8]  # no two alike: the second would find the first's rank
     folder.mkdir(parents=True, exist_ok=True)
     return [
         Trial(folder / f"said-{rank}", _be, rank, size, ports, work, *args, **settings)
@@ -53,6 +54,7 @@ def _be(rank, size, ports, work, *args, **settings):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     _PORTS[:] = ports
+    faulthandler.dump_traceback_later(100)  # where it is, should it be given up
     return work(*args, **settings)
 
 
