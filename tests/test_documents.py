@@ -41,6 +41,7 @@ def what_a_reader_has():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path, line, code", list(blocks()))
 def test_block_runs(path, line, code, tmp_path, monkeypatch):
     for package in NEEDS.get(path.name, ()):

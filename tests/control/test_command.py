@@ -104,6 +104,7 @@ def test_advice_on_one_run_says_what_it_does_not_know(tmp_path, capsys):
     assert "4 times the best one. Lower it to 0.001" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_advice_tells_runs_that_were_not_made_from_runs_that_diverged(tmp_path, capsys):
     runs = COMPARISON / "runs"
     folders = [*runs.glob("pace-constant-lr-0.004*"), *runs.glob("adamw-constant-lr-0.002*")]
@@ -134,6 +135,7 @@ def _run(folder: Path, readings: list[dict[str, float]], outcome: str = "finishe
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "readings", "text"),
     [

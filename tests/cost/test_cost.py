@@ -101,6 +101,7 @@ def hub_model(name):
         return made[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "known"),
     [
@@ -297,6 +298,7 @@ def saved_bytes(model, tokens, targets, precision):
     return sum(memory.nbytes() for memory in kept_storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("again", [False, True])

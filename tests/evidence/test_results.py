@@ -64,6 +64,7 @@ def rows(pace, wsd=0.0):
     return rows_of(studies.basin(GPU, results), results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pace", "strictly", "said"),
     [

@@ -164,6 +164,7 @@ def test_it_goes_on_from_wherever_it_stopped(stop_at):
     assert_same(weights_of(whole), weights_of(parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_change_nothing(workers):
     shape = dataclasses.replace(SHAPE, dropout=0.2)

@@ -14,6 +14,7 @@ ALL: tuple[Numbers, ...] = (RESULTS, STUDY, SPEED)
 PAGES = sorted({page for numbers in ALL for page in (*numbers.measured, *numbers.fixed)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_number_is_explained(page):
     phrases = [phrase for numbers in ALL for phrase in numbers.phrases(page)]

@@ -71,6 +71,7 @@ def test_tensor_learning_rate_is_adamws(lr):
         assert torch.equal(p, q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 10, 61])
 def test_between_updates_a_step_is_adamws(every, foreach):

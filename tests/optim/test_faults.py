@@ -49,6 +49,7 @@ def test_zero_gradients_give_no_nan_where_adamw_gives_none(gain, strength, eps, 
 SIZES = [0.0, -0.0, 1e-45, 1e-30, 1.0, 1e10, 1e18, 1e19, 1e38]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("gain, strength", GAINS)

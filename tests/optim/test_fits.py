@@ -118,6 +118,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_steps_is_noticed(change, kind):
@@ -221,6 +222,7 @@ def test_parameters_that_change_groups_are_noticed(kind):
     assert torch.equal(fast, kept) and (slow < 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_not_kept_alive(kind):
     parameter = torch.ones(4, 4).requires_grad_()
@@ -389,6 +391,7 @@ def test_a_parameter_that_became_a_negative_view_is_noticed():
     assert works[0].anew and optimizer._fits._groups.get(0) is not before
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_alive_by_what_was_remembered():
     """Also where parameters and optimizer keep each other, which only a collector of cycles can see."""
     parameters = [torch.ones(4).requires_grad_() for _ in range(3)]

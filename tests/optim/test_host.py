@@ -38,6 +38,7 @@ def refuse(*arguments):
     raise AssertionError("this way was not to be taken")
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("name", TAKEN)
 def test_against_the_reference(name, fewest, monkeypatch):
@@ -55,6 +56,7 @@ def test_against_the_reference(name, fewest, monkeypatch):
         assert all(optimizer.state[p]["step"].item() == t + 1 for p in parameters)
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_run_ends_where_the_loop_ends(name, fewest, monkeypatch):
@@ -155,6 +157,7 @@ def test_between_updates_a_step_is_torchs_fused_adamws():
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 def test_averages_do_not_stop_short_of_live():
     """Along (live − average) they would, by half an ulp / rate; only at large rates is that nothing."""
     parameter = make_parameters(dtype=torch.float32, shapes=[(60,)])[0]
@@ -229,6 +232,7 @@ def test_what_torchs_kernel_cannot_take_goes_as_before():
         assert torch.equal(stepped(make), stepped(make, foreach=True))
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("settings", [{}, {"maximize": True}, {"max_grad_norm": 0.1}], ids=str)
 @pytest.mark.parametrize("shapes", [[(256, 256)] * 8, [(512, 1024)]])

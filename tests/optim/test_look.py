@@ -30,6 +30,7 @@ def test_it_is_there():
     look.try_out(look.functions())
 
 
+@pytest.mark.slow
 def test_what_crashes_is_not_used_nor_tried_again(fresh, monkeypatch):
     """As with a torch whose functions have the same names and other arguments."""
     broken = fresh / "look.c"
@@ -48,6 +49,7 @@ def test_what_crashes_is_not_used_nor_tried_again(fresh, monkeypatch):
     assert look.functions() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lacking",
     [

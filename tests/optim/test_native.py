@@ -36,6 +36,7 @@ OFFERED = {name: v for name, v in VARIANTS.items() if v.get("gain") != "relative
 SHAPES = [(33, 7), (16,), (), (15,), (17,), (64, 33), (0, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFERED)
 def test_against_the_reference(name):
     """Weights, moments and averages to 1e-6 of the largest, at every one of 25 steps from equal inputs."""

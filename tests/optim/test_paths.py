@@ -22,6 +22,7 @@ from paceline.optim import foreach as foreach_path
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_foreach_is_the_loop_bit_for_bit(name, dtype):

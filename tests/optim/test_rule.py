@@ -76,6 +76,7 @@ def test_against_the_reference_in_float64(data, options, strength, foreach):
     assert state["step"].item() == reference.t
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_against_the_reference_over_200_steps(name):
     """N1: a long float64 run of every variant, to 1e-12."""

@@ -271,6 +271,7 @@ def test_capturable_needs_a_device_that_captures():
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_device_scalars_give_the_same_trajectory(name, foreach, monkeypatch):
@@ -338,6 +339,7 @@ def test_a_compiled_training_step_has_as_many_graphs_as_with_adamw(settings):
     assert graphs[0] == graphs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize(
     "name", ["strong", "saturated", "relative", "scaled", "lookahead", "every_3", "return_power"]

@@ -89,6 +89,7 @@ def test_expanded_tensors_are_refused():
     assert len(optimizer.param_groups) == 1 and len(optimizer.state) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", PATHS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_complex_parameters_are_pairs_of_reals(name, foreach):

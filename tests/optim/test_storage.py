@@ -227,6 +227,7 @@ def test_what_is_not_finite_stays_so_and_what_is_finite_too(t):
 # --- Steps ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_is_the_float32_step_on_the_decoded_average(name, kind):
@@ -561,6 +562,7 @@ def test_a_resumed_run_ends_in_the_same_bits(kind, foreach, shown):
     assert_same_bits(everything(optimizer), everything(resumed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("weights_after_state", [False, True])
 @pytest.mark.parametrize("new", ALL)

@@ -320,6 +320,7 @@ def test_cost_counts_what_is_computed():
     assert price(whole, PAPER, HARDWARE["a100"]).seconds > 2 * all_of.seconds
 
 
+@pytest.mark.slow
 def test_every_run_has_a_price_and_fits_the_gpu_that_it_is_meant_for():
     for scale in (PAPER, GPU):
         for cell in everything(scale).values():

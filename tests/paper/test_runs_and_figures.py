@@ -172,6 +172,7 @@ def check_printed_numbers(done):
     assert made.notes[0].endswith(f"3.721/3.597/3.530 in the paper, {'/'.join(ends)} here")
 
 
+@pytest.mark.slow
 def test_without_any_record_everything_is_missing(tmp_path):
     paths, _ = figure("fig:appendix_pretrain_river", CPU, {}, tmp_path)
     assert all(path.stat().st_size > 1000 for path in paths)

@@ -31,6 +31,7 @@ def host(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_cell_is_held_while_its_heart_beats_and_free_afterwards(host):
     with host("a") as a, host("b") as b:
         assert b.state("x").how == "free"
@@ -46,6 +47,7 @@ def test_a_cell_is_held_while_its_heart_beats_and_free_afterwards(host):
         assert b.state("x").how == "free"
 
 
+@pytest.mark.slow
 def test_a_stopped_heart_is_taken_over_and_its_owner_learns_it(host):
     a = host("a")
     with host("b") as b:
@@ -109,6 +111,7 @@ def test_a_failure_is_known_to_all_and_tried_again_by_the_next_command(host):
     assert host("b").state("x").how == "free"
 
 
+@pytest.mark.slow
 def test_a_claim_that_was_cut_off_counts_as_one_whose_heart_may_beat(host, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "0001.json").write_text("")

@@ -199,6 +199,7 @@ def check_other_runs(room, capsys):
 # --- What is asked for ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -243,6 +244,7 @@ def listed(capsys, *more):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_labels_share_runs_and_all_are_all(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-chat-model").mkdir()
@@ -264,6 +266,7 @@ def test_labels_share_runs_and_all_are_all(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_data_and_models_of_this_machine_are_those_of_the_runs(tmp_path, monkeypatch):
     from paceline.cli import _parse
     from paceline.experiments.sweep.labels import labelled
