@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 _PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -17,6 +18,11 @@ def filled(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
     <!-- end -->
     """
     return _PLACE.sub(lambda found: f"{found[1]}\n{tables[found[2]]()}\n\n{found[3]}", page)
+
+
+def refill(path: Path, tables: Mapping[str, Callable[[], str]]) -> None:
+    """The same of a file."""
+    path.write_text(filled(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 def tables_in(page: str) -> list[str]:

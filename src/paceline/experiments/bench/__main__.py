@@ -4,14 +4,14 @@ import sys
 from pathlib import Path
 
 from paceline.experiments.bench.tables import PAGES, tables
-from paceline.experiments.pages import filled
+from paceline.experiments.pages import refill
 
 
 def main(docs: Path, records: Path) -> None:
     """In the pages of a folder, from the records in another."""
     for name in PAGES:
         page = docs / name
-        page.write_text(filled(page.read_text(encoding="utf-8"), tables(name, records)), encoding="utf-8")
+        refill(page, tables(name, records))
         print(page)
 
 

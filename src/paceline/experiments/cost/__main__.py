@@ -6,14 +6,14 @@ from pathlib import Path
 from paceline.experiments.cost import checks
 from paceline.experiments.cost.pictures import draw
 from paceline.experiments.cost.tables import TABLES
-from paceline.experiments.pages import filled
+from paceline.experiments.pages import refill
 
 
 def main(docs: Path, records: Path) -> None:
     """Into the page in that folder, and beside it."""
     page = docs / "cost.md"
     tables = {**TABLES, **checks.tables(records)}
-    page.write_text(filled(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    refill(page, tables)
     for path in (page, *draw(docs)):
         print(path)
 

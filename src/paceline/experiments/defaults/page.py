@@ -26,7 +26,7 @@ from paceline.experiments.defaults.tables import (
     regrets,
     signs,
 )
-from paceline.experiments.pages import filled
+from paceline.experiments.pages import refill
 
 PAGES = ("defaults.md", "choose.md")
 
@@ -249,7 +249,7 @@ def main() -> None:
     for path in (given.folder / page for page in PAGES):
         if not path.is_file():
             parser.error(f"there is no {path}")
-        path.write_text(filled(path.read_text(encoding="utf-8"), made), encoding="utf-8")
+        refill(path, made)
         print(path)
 
 

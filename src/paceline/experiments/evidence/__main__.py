@@ -18,7 +18,7 @@ from typing import Any
 from paceline.experiments.config import ConfigError
 from paceline.experiments.evidence.claims import tables
 from paceline.experiments.evidence.studies import ROOMS, STUDIES, placed
-from paceline.experiments.pages import filled
+from paceline.experiments.pages import refill
 from paceline.experiments.paper import lines
 
 
@@ -63,8 +63,7 @@ def _page(given: argparse.Namespace) -> int:
     results, room, path = lines.read(given.records), ROOMS[given.room], given.folder / "results.md"
     if not path.is_file():
         raise ConfigError(f"there is no {path}")
-    page = filled(path.read_text(encoding="utf-8"), tables(room, results))
-    path.write_text(page, encoding="utf-8")
+    refill(path, tables(room, results))
     for made in (path, *all_figures(room, results, given.folder)):
         print(made)
     return 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.experiments.pages import filled, markdown
+from paceline.experiments.pages import markdown, refill
 from paceline.experiments.report.results import Outcomes, find_runs, read_run
 from paceline.experiments.report.tables import results_table
 
@@ -31,7 +31,7 @@ def tables(comparison: Path) -> dict[str, Callable[[], str]]:
 def main(docs: Path, comparison: Path) -> None:
     """In the page in that folder."""
     page = docs / "compare.md"
-    page.write_text(filled(page.read_text(encoding="utf-8"), tables(comparison)), encoding="utf-8")
+    refill(page, tables(comparison))
     print(page)
 
 
