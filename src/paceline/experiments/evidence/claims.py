@@ -59,9 +59,19 @@ class Claim:
             return None
         if self.times is None:
             return own.over(other, own.best_rate, other.best_rate)
-        wanted = self.times * found[1]
-        there = [lr for lr in other.rates if abs(lr / wanted - 1) < 1e-6]
-        return own.over(other, wanted, there[0]) if there else None
+        there = [lr for lr in other.rates if self._is_at(lr, found[1])]
+        return own.over(other, there[0], there[0]) if there else None
+
+    def _is_at(self, lr: float, best: float) -> bool:
+        return self.times is not None and abs(lr / (self.times * best) - 1) < 1e-6
+
+    def is_about(self, trials: Iterable[studies.Trial], rows: Sequence[Row]) -> bool:
+        """Whether a study has such runs, done or not."""
+        if self.times is not None:
+            found = baseline(rows)
+            trials = [one for one in trials if found and self._is_at(one.lr, found[1])]
+        methods = {(one.method, one.schedule) for one in trials}
+        return {(side.method, side.schedule) for side in (self.ours, self.theirs)} <= methods
 
     def verdict(self, found: Mean | None) -> str:
         """In words."""
@@ -99,35 +109,41 @@ CLAIMS = (
 )
 """The same for every task."""
 
-TASKS: dict[str, Callable[[Room, Results], Iterable[studies.Trial]]] = {
+TASKS: dict[str, studies.Study] = {
     "Pretraining a 7M GPT": studies.basin,
     "Fine-tuning SmolLM2-135M": studies.fine_tuning_basin,
+    "GPT-2 124M": studies.STUDIES["gpt2"],
 }
 
 
 def verdicts(room: Room, results: Results) -> str:
-    """Every claim with every task's difference and verdict."""
-    body = []
-    for task, study in TASKS.items():
-        try:
-            rows = rows_of(study(room, results), results)
-        except ConfigError:  # settings are not chosen yet
-            body.append([f"**{task}**", "", "", "", "not done yet"])
+    """Every claim with every task's difference and verdict: a table for each."""
+    found = {task: _verdicts_of(study, room, results) for task, study in TASKS.items()}
+    return "\n\n".join(f"{task}:\n\n{table or '(not done yet)'}" for task, table in found.items())
+
+
+def _verdicts_of(study: studies.Study, room: Room, results: Results) -> str:
+    """Of what the task has runs for; nothing, if its settings are not chosen yet."""
+    try:
+        trials = list(study(room, results))
+    except ConfigError:
+        return ""
+    rows, body, rates = rows_of(trials, results), [], {one.lr for one in trials}
+    anywhere = "each at its best rate" if len(rates) > 1 else f"at {min(rates):g}"
+    for claim in CLAIMS:
+        if not claim.is_about(trials, rows):
             continue
-        for claim in CLAIMS:
-            found = claim.difference(rows)
-            where = "each at its best rate" if claim.times is None else f"{claim.times:g} × AdamW's best rate"
-            says = f"{claim.ours.words} {'below' if claim.strictly else 'not above'} {claim.theirs.words}"
-            body.append(
-                [
-                    task,
-                    says if claim.of_paper else f"{says} (ours)",
-                    where,
-                    "" if found is None else f"{found:+} ({found.count})",
-                    claim.verdict(found),
-                ]
-            )
-    return markdown(["", "statement", "where", "difference (seeds)", "verdict"], body)
+        found = claim.difference(rows)
+        says = f"{claim.ours.words} {'below' if claim.strictly else 'not above'} {claim.theirs.words}"
+        body.append(
+            [
+                says if claim.of_paper else f"{says} (ours)",
+                anywhere if claim.times is None else f"{claim.times:g} × AdamW's best rate",
+                "" if found is None else f"{found:+} ({found.count})",
+                claim.verdict(found),
+            ]
+        )
+    return markdown(["statement", "where", "difference (seeds)", "verdict"], body)
 
 
 def done(room: Room, results: Results) -> str:

@@ -210,11 +210,12 @@ def gpt2(room: Room, results: Results) -> Sheet:
             curve = results[one.name].curve(view)
             row = Row(method=one.method, setting="", schedule=one.schedule, view=view, losses={})
             label = _label(row) + (", WSD" if one.schedule == "wsd" else "")
-            end = f"{curve[-1][1]:.3f}" if curve else ""
+            # In the legend, not at the lines' ends: those are too close to each other.
+            label += f"; at the end {curve[-1][1]:.3f}" if curve else ""
             lines.append(
                 Line(
                     label=label, look=_look(row), x=[x for x, _ in curve], y=[y for _, y in curve],
-                    thin=one.schedule == "wsd", end=end,
+                    thin=one.schedule == "wsd",
                 )
             )  # fmt: skip
     plot = Plot(title="", lines=tuple(lines), x_label="step", y_label=LOSS, zoom=True, own_legend=True)
