@@ -46,16 +46,8 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html"
 
-STUDY = $(BIN)/python -m paceline.experiments.defaults
-METHODS = paper:0.003/power_0_5 scaled:15,control:0.2/power_0_7 schedule_free/average
 figures: $(READY)
-	$(BIN)/python -m paceline.experiments.evidence page docs --records records/*evidence*.jsonl
-	$(BIN)/python -m paceline.experiments.cost docs records
-	$(BIN)/python -m paceline.experiments.bench docs records
-	$(BIN)/python -m paceline.experiments.report docs records/*compare-enwiki-h200
-	$(STUDY).page docs --records records/*defaults*.jsonl
-	$(STUDY).figures records/2026-11-1[56]-defaults-7m-2000-steps.jsonl --out docs/defaults.png --methods adamw adamw+wsd/live $(METHODS)
-	$(STUDY).figures records/2026-11-1[56]-defaults-sft-150-steps.jsonl --out docs/defaults-sft.png --methods adamw adamw+wsd/power_0_8 $(METHODS)
+	$(BIN)/python -m paceline.experiments.documentation docs records
 
 bench: $(READY)
 	$(BIN)/paceline bench --out demo-output/bench

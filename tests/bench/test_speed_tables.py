@@ -1,48 +1,15 @@
 """Tables about speed in docs: they are what records give, and say what was measured."""
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.experiments.bench import tables
-from paceline.experiments.bench.__main__ import main
-from paceline.experiments.bench.tables import PAGES, by_optimizer, lost, read, runs_of
-from paceline.experiments.pages import filled, tables_in
+from paceline.experiments.bench.tables import by_optimizer, lost, read, runs_of
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "records"
-
-
-@pytest.mark.parametrize(
-    ("name", "cell"),
-    [
-        ("storage.md", "| 1.33 | 12 |"),
-        ("storage.md", "0.083 |"),
-        ("around.md", "| 2,406 |"),
-        ("training.md", "| 516,569 |"),
-    ],
-)
-def test_the_page_is_what_records_give(name, cell):
-    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    made = tables.tables(name, RECORDS)
-    assert sorted(tables_in(page)) == sorted(made)
-    assert filled(page, made) == page, "make it again: make figures"
-    assert cell in page and filled(page.replace(cell, "| 7 |"), made) == page
-
-
-def test_the_command_makes_pages_and_nothing_else(tmp_path):
-    for name in PAGES:
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        emptied = re.sub(r"(<!-- table: \S+ -->\n).*?(<!-- end -->)", r"\1\2", text, flags=re.DOTALL)
-        (tmp_path / name).write_text(emptied, encoding="utf-8")
-    main(tmp_path, RECORDS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(PAGES)
-    for name in PAGES:
-        assert (tmp_path / name).read_bytes() == (ROOT / "docs" / name).read_bytes()
 
 
 def test_a_cell_is_the_number_of_its_record():
@@ -68,22 +35,3 @@ def test_what_storing_loses_is_the_most_of_all_seeds(tmp_path):
     runs = runs_of(tmp_path / "runs.jsonl")
     assert sorted(runs) == [("M:a", 0.001), ("M:a", 0.002)] and len(runs["M:a", 0.002]) == 2
     assert lost(runs["M:a", 0.002], "power") == pytest.approx(0.5)
-
-
-def test_pages_are_made_without_torch(tmp_path):
-    code = """
-import sys
-from pathlib import Path
-from paceline.experiments.bench.tables import PAGES, tables
-for page in PAGES:
-    for make in tables(page, Path("records")).values():
-        assert make()
-from paceline.experiments.report.__main__ import tables
-assert "torch" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    asked = subprocess.run(
-        [sys.executable, "-m", "paceline.experiments.bench", "docs"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert asked.returncode == 1 and "usage" in asked.stderr

@@ -26,11 +26,9 @@ from paceline.experiments.cost.optimizer import BLOCK, PRESETS, of_spec, preset
 from paceline.experiments.cost.pictures import draw
 from paceline.experiments.cost.shape import HUB, SHAPES, Tensor, named, of_gpt
 from paceline.experiments.cost.speed import computing, micro_batch_seconds, optimizer_seconds
-from paceline.experiments.cost.tables import TABLES
 from paceline.experiments.cost.training import Training
 from paceline.experiments.evidence import studies
 from paceline.experiments.evidence.estimates import estimates
-from paceline.experiments.pages import filled, tables_in
 from paceline.experiments.paper import lines
 from paceline.experiments.paper.scales import PAPER
 from paceline.lm.batch import Batch
@@ -597,15 +595,6 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_tables_of_the_page_are_what_the_functions_give():
-    page = (ROOT / "docs/cost.md").read_text(encoding="utf-8")
-    tables = {**TABLES, **checks.tables(records())}
-    assert sorted(tables_in(page)) == sorted(tables)
-    assert filled(page, tables) == page, "make them again: make figures"
-    assert filled(page.replace("70.554", "71.554").replace("17.3 %", "16.3 %"), tables) == page
-    assert (ROOT / "docs/cost-memory.png").is_file() and (ROOT / "docs/cost-time.png").is_file()
 
 
 @pytest.mark.slow

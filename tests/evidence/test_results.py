@@ -9,23 +9,13 @@ import pytest
 from test_studies import made_up
 
 from paceline.experiments.evidence import claims, figures, studies
-from paceline.experiments.evidence.__main__ import main
 from paceline.experiments.evidence.claims import AVERAGE, EMA, WSD, Claim
 from paceline.experiments.evidence.studies import CPU, DEFAULT, GPU, PACE, STUDIES, together
 from paceline.experiments.evidence.tables import rows_of
-from paceline.experiments.pages import filled, tables_in
 from paceline.experiments.paper import lines
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "records").glob("*evidence*.jsonl"))
-
-
-def test_the_page_is_what_records_give():
-    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    tables = claims.tables(GPU, lines.read(RECORDS))
-    assert sorted(tables_in(page)) == sorted(tables)
-    assert filled(page, tables) == page, "make it again: make figures"
-    assert filled(page.replace("3.2", "3.1"), tables) == page
 
 
 def test_every_figure_of_the_page_has_runs(tmp_path):
@@ -137,23 +127,6 @@ def test_a_diverged_run_is_drawn_as_one():
     results = everything(GPU, lambda one, view: math.inf if one.lr == 3e-2 else 3.0)
     (line,) = [line for line in figures.basin(GPU, results).rows[0][0].lines if line.label == "AdamW: live"]
     assert line.y[-1] == math.inf and line.y[0] == 3.0
-
-
-@pytest.mark.slow
-def test_the_command_makes_page_and_figures(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "results.md").write_text("<!-- table: done -->\n<!-- end -->\n")
-    assert main(["page", str(tmp_path), "--records", *map(str, RECORDS)]) == 0
-    assert "| tuning | 36 of 36 |" in (tmp_path / "results.md").read_text()
-    for name in figures.SHEETS:
-        there = (ROOT / f"docs/results-{name}.png").is_file()
-        assert (
-            there
-            == (tmp_path / f"results-{name}.png").is_file()
-            == (tmp_path / f"results-{name}.pdf").is_file()
-        )
-    assert main(["page", str(tmp_path / "nowhere"), "--records", *map(str, RECORDS)]) == 2
-    assert "there is no" in capsys.readouterr().err
 
 
 def test_nothing_of_it_imports_torch():

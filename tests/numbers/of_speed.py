@@ -30,7 +30,7 @@ from paceline.experiments.cost.training import Training
 from paceline.experiments.paper.labels import EXPERIMENTS, cells
 from paceline.experiments.paper.scales import SCALES
 from paceline.experiments.report import verdict
-from paceline.experiments.report.__main__ import outcomes_of
+from paceline.experiments.report.results import read_outcomes
 from paceline.experiments.theory import controllers, quadratics
 
 H200 = HARDWARE["h200"]
@@ -147,7 +147,7 @@ def training_page():
 
 @cache
 def comparison():
-    return outcomes_of(RECORDS / "2026-11-15-compare-enwiki-h200")
+    return read_outcomes([RECORDS / "2026-11-15-compare-enwiki-h200"])
 
 
 def tokens():

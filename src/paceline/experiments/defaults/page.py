@@ -1,13 +1,7 @@
-"""Tables of docs/defaults.md and docs/choose.md, from records alone. No torch.
+"""Tables of docs/defaults.md and docs/choose.md, from records alone. No torch."""
 
-example:
-  python -m paceline.experiments.defaults.page docs --records records/*defaults*.jsonl
-"""
-
-import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from paceline.experiments.defaults.regret import Pick, best_weights
 from paceline.experiments.defaults.tables import (
@@ -22,13 +16,9 @@ from paceline.experiments.defaults.tables import (
     others,
     powers,
     rate_in_words,
-    read_study,
     regrets,
     signs,
 )
-from paceline.experiments.pages import refill
-
-PAGES = ("defaults.md", "choose.md")
 
 GPT, CHAT = "7m-2000-steps", "sft-150-steps"
 DEFAULT, PAPER, USUAL = "scaled:15,control:0.2", "paper:0.003", "weight decay 0.1, β₂ 0.95"
@@ -203,55 +193,37 @@ LENGTHS = (
     ("fine-tuning at twice the best rate", CHAT, 2),
 )
 
-TABLES: dict[str, Callable[[Study], str]] = {
-    # docs/defaults.md
-    "pretraining-regret": lambda study: regrets(study[GPT], REGRET, REFERENCES[GPT]),
-    "fine-tuning-regret": lambda study: regrets(study[CHAT], CHAT_REGRET, REFERENCES[CHAT]),
-    "pretraining-best": lambda study: bests(study[GPT], BASELINES),
-    "fine-tuning-best": lambda study: bests(study[CHAT], CHAT_BASELINES),
-    "larger": lambda study: transfer(study["25m-2000-steps"]),
-    "shorter": lambda study: transfer(study["7m-quarter"], PULL),
-    "large-batch": lambda study: transfer(study["7m-large-batch"], PULL, *SIGNALS[K5]),
-    "usual": lambda study: transfer(study["7m-usual"], recipe="@usual"),
-    "signal": lambda study: transfer(study["7m-usual"], *SIGNALS[K6]),
-    "pretraining": lambda study: losses(chosen_by(study[GPT]), METHODS),
-    "pretraining-seeds": lambda study: regrets(others(study[GPT]), SEEDS, REFERENCES[GPT], ("1", "2", "4")),
-    "ideas": lambda study: losses(at((2e-3, 8e-3), chosen_by(study[GPT])), IDEAS),
-    "fine-tuning": lambda study: losses(chosen_by(study[CHAT]), CHAT_METHODS),
-    "pretraining-signs": lambda study: signs(study[GPT], K6),
-    "fine-tuning-signs": lambda study: signs(study[CHAT], K8),
-    "older": lambda study: losses(study["7m-short-warmup"], OLDER),
-    "limits": lambda study: losses(study["cpu-limits"], LIMITS),
-    "gated": lambda study: losses(study["cpu-gated"], GATED),
-    # docs/choose.md
-    "pretraining-near": lambda study: regrets(study[GPT], NEAR, REFERENCES[GPT], MULTIPLES),
-    "fine-tuning-near": lambda study: regrets(study[CHAT], CHAT_NEAR, REFERENCES[CHAT], MULTIPLES),
-    "powers": lambda study: powers(study, DEFAULT, LENGTHS),
+PAGES: dict[str, dict[str, Callable[[Study], str]]] = {
+    "defaults.md": {
+        "pretraining-regret": lambda study: regrets(study[GPT], REGRET, REFERENCES[GPT]),
+        "fine-tuning-regret": lambda study: regrets(study[CHAT], CHAT_REGRET, REFERENCES[CHAT]),
+        "pretraining-best": lambda study: bests(study[GPT], BASELINES),
+        "fine-tuning-best": lambda study: bests(study[CHAT], CHAT_BASELINES),
+        "larger": lambda study: transfer(study["25m-2000-steps"]),
+        "shorter": lambda study: transfer(study["7m-quarter"], PULL),
+        "large-batch": lambda study: transfer(study["7m-large-batch"], PULL, *SIGNALS[K5]),
+        "usual": lambda study: transfer(study["7m-usual"], recipe="@usual"),
+        "signal": lambda study: transfer(study["7m-usual"], *SIGNALS[K6]),
+        "pretraining": lambda study: losses(chosen_by(study[GPT]), METHODS),
+        "pretraining-seeds": lambda study: regrets(
+            others(study[GPT]), SEEDS, REFERENCES[GPT], ("1", "2", "4")
+        ),
+        "ideas": lambda study: losses(at((2e-3, 8e-3), chosen_by(study[GPT])), IDEAS),
+        "fine-tuning": lambda study: losses(chosen_by(study[CHAT]), CHAT_METHODS),
+        "pretraining-signs": lambda study: signs(study[GPT], K6),
+        "fine-tuning-signs": lambda study: signs(study[CHAT], K8),
+        "older": lambda study: losses(study["7m-short-warmup"], OLDER),
+        "limits": lambda study: losses(study["cpu-limits"], LIMITS),
+        "gated": lambda study: losses(study["cpu-gated"], GATED),
+    },
+    "choose.md": {
+        "pretraining-near": lambda study: regrets(study[GPT], NEAR, REFERENCES[GPT], MULTIPLES),
+        "fine-tuning-near": lambda study: regrets(study[CHAT], CHAT_NEAR, REFERENCES[CHAT], MULTIPLES),
+        "powers": lambda study: powers(study, DEFAULT, LENGTHS),
+    },
 }
 
 
-def tables(study: Study) -> dict[str, Callable[[], str]]:
-    """All, to be put into pages."""
-    return {name: partial(make, study) for name, make in TABLES.items()}
-
-
-def main() -> None:
-    """Make the tables in pages again."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.experiments.defaults.page",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, help=f"with {' and '.join(PAGES)}")
-    parser.add_argument("--records", nargs="+", type=Path, required=True, metavar="FILE")
-    given = parser.parse_args()
-    made = tables(read_study(given.records))
-    for path in (given.folder / page for page in PAGES):
-        if not path.is_file():
-            parser.error(f"there is no {path}")
-        refill(path, made)
-        print(path)
-
-
-if __name__ == "__main__":
-    main()
+def tables(page: str, study: Study) -> dict[str, Callable[[], str]]:
+    """Of one page, by their names there."""
+    return {name: partial(make, study) for name, make in PAGES[page].items()}

@@ -1,13 +1,11 @@
-"""Do the runs of our studies, and make docs/results.md of them.
+"""Do the runs of our studies, of which docs/results.md is made.
 
 examples:
-  python -m paceline.experiments.evidence run tuning basin --out runs --text wiki.jsonl.xz \\
+  python -m paceline.experiments.evidence tuning basin --out runs --text wiki.jsonl.xz \\
       --text-held-out val.jsonl.xz --keep new.jsonl --jobs 6
       the studies one after the other, six runs at once; the same command again goes on
-  python -m paceline.experiments.evidence run basin --records records/tuning.jsonl --out runs …
+  python -m paceline.experiments.evidence basin --records records/tuning.jsonl --out runs …
       on another day and another machine: runs that are in records are not done again
-  python -m paceline.experiments.evidence page docs --records records/*evidence*.jsonl
-      the tables in docs/results.md, and the figures beside it
 """
 
 import argparse
@@ -16,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.experiments.config import ConfigError
-from paceline.experiments.evidence.claims import tables
 from paceline.experiments.evidence.studies import ROOMS, STUDIES, placed
-from paceline.experiments.pages import refill
-from paceline.experiments.paper import lines
 
 
 def main(words: list[str] | None = None) -> int:
@@ -29,44 +24,27 @@ def main(words: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs, page = (
-        commands.add_parser("run", help="do runs"),
-        commands.add_parser("page", help="tables and figures"),
-    )
-    runs.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)} [all]")
-    page.add_argument("folder", type=Path, metavar="FOLDER", help="with results.md")
-    for command in (runs, page):
-        command.add_argument("--room", choices=tuple(ROOMS), default="gpu", help="what is trained [gpu]")
-        command.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE")
-    runs.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    runs.add_argument("--keep", type=Path, required=True, metavar="FILE", help="gets a line a run")
-    runs.add_argument("--jobs", type=int, default=4, metavar="N", help="runs at once [4]")
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)} [all]")
+    parser.add_argument("--room", choices=tuple(ROOMS), default="gpu", help="what is trained [gpu]")
+    parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="of earlier days")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--keep", type=Path, required=True, metavar="FILE", help="gets a line a run")
+    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="runs at once [4]")
     for name in ("text", "text-held-out", "chat", "chat-held-out"):
-        runs.add_argument(f"--{name}", nargs="+", default=[], metavar="X", help="as --data of paceline train")
-    runs.add_argument("--tokenizer", metavar="X", help="auto, for text that is prepared")
-    runs.add_argument("--base-model", metavar="X", help="a folder or .gguf file instead of the hub's model")
+        parser.add_argument(
+            f"--{name}", nargs="+", default=[], metavar="X", help="as --data of paceline train"
+        )
+    parser.add_argument("--tokenizer", metavar="X", help="auto, for text that is prepared")
+    parser.add_argument("--base-model", metavar="X", help="a folder or .gguf file instead of the hub's model")
     given = parser.parse_args(words)
-    unknown = [name for name in getattr(given, "studies", ()) if name not in STUDIES]
+    unknown = [name for name in given.studies if name not in STUDIES]
     if unknown:
         parser.error(f"there is no study {unknown[0]!r}; there are {', '.join(STUDIES)}")
     try:
-        return _run(given) if given.command == "run" else _page(given)
+        return _run(given)
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
-
-
-def _page(given: argparse.Namespace) -> int:
-    from paceline.experiments.evidence.figures import all_figures
-
-    results, room, path = lines.read(given.records), ROOMS[given.room], given.folder / "results.md"
-    if not path.is_file():
-        raise ConfigError(f"there is no {path}")
-    refill(path, tables(room, results))
-    for made in (path, *all_figures(room, results, given.folder)):
-        print(made)
-    return 0
 
 
 def _run(given: argparse.Namespace) -> int:

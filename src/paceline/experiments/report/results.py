@@ -240,3 +240,9 @@ def differences(results: Iterable[Result]) -> dict[str, list[str]]:
         for name, value in facts.items():
             seen.setdefault(name, {})[str(value)] = None
     return {name: list(values) for name, values in seen.items() if len(values) > 1}
+
+
+def read_outcomes(paths: Iterable[Path]) -> Outcomes:
+    """What the runs in these folders came to, from their records."""
+    found = (read_run(folder) for folder in find_runs(paths))
+    return Outcomes(tuple(result for result in found if result is not None))

@@ -12,7 +12,7 @@ from paceline.control.advice import Situation, advise
 from paceline.control.family import right_ratio
 from paceline.experiments.config import ConfigError, parse_spec
 from paceline.experiments.report.palette import style
-from paceline.experiments.report.results import Outcomes, Result, differences, find_runs, is_pace, read_run
+from paceline.experiments.report.results import Outcomes, Result, differences, is_pace, read_outcomes
 from paceline.experiments.theory.picture import Picture, labels, line
 from paceline.optim.recipe import USUAL, completed, with_gain
 
@@ -64,18 +64,17 @@ def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> tuple[li
 
     `best_lr` is that of AdamW with an average; without it, it is looked for among the runs.
     """
-    results = [result for folder in find_runs(folders) if (result := read_run(folder)) is not None]
-    pulled = [result for result in results if result.pull]
+    outcomes = read_outcomes(folders)
+    pulled = [result for result in outcomes.results if result.pull]
     if not pulled:
         raise ConfigError(
             "none of these runs has readings of the pull; train with PACE and --telemetry-every 40"
         )
-    if unlike := differences(results):
+    if unlike := differences(outcomes.results):
         name, values = next(iter(unlike.items()))
         raise ConfigError(
             f"these runs differ in {name} ({', '.join(values)[:120]}); give those that are alike"
         )
-    outcomes = Outcomes(tuple(results))
     plain = _plain_methods(outcomes)
     lines = (
         _about_all(outcomes, plain) if best_lr is None else [f"Taken as the best learning rate: {best_lr:g}."]

@@ -1,27 +1,13 @@
-"""Pages about the study of the default: their tables are what records give."""
+"""Tables about the study of the default: what they are made of, and by hand."""
 
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from paceline.experiments.defaults import page, regret, tables
 from paceline.experiments.defaults.regret import Pick, Result
 from paceline.experiments.defaults.tables import Row
-from paceline.experiments.pages import filled, tables_in
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "records").glob("*defaults*.jsonl"))
-
-
-def test_the_pages_are_what_records_give():
-    made = page.tables(tables.read_study(RECORDS))
-    texts = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in page.PAGES]
-    assert sorted(name for text in texts for name in tables_in(text)) == sorted(made)
-    for text in texts:
-        assert filled(text, made) == text, "make it again: make figures"
-        assert filled(text.replace("| +0.0", "| +0.1"), made) == text
 
 
 def test_what_others_are_compared_with_is_the_best_of_adamw():
@@ -40,30 +26,6 @@ def test_the_seed_that_chose_gives_the_best_of_each_alone():
             picks = {(pick := row.pick(own), regret.best_rate(own, pick)) for own in seeds}
             others += [row.title] * (len(picks) > 1)
     assert others == ["AdamW, WSD"]
-
-
-def test_the_command_fills_both_pages_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
-    for name in page.PAGES:
-        (tmp_path / name).write_text("<!-- table: larger -->\n<!-- end -->\n")
-    words = ["page", str(tmp_path), "--records", *map(str, RECORDS)]
-    monkeypatch.setattr(sys, "argv", words)
-    page.main()
-    for name in page.PAGES:
-        assert "| AdamW | κ = 0.6 | 3.632 | 3.592 |" in (tmp_path / name).read_text(encoding="utf-8")
-    (tmp_path / page.PAGES[0]).unlink()
-    with pytest.raises(SystemExit):
-        page.main()
-    assert f"there is no {tmp_path / page.PAGES[0]}" in capsys.readouterr().err
-
-
-def test_nothing_of_it_imports_torch():
-    code = (
-        "import sys; from pathlib import Path; from paceline.experiments.defaults import page, tables; "
-        "made = page.tables(tables.read_study(Path('records').glob('*defaults*.jsonl'))); "
-        "[table() for table in made.values()]; assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
 
 
 # --- Tables of made-up runs, by hand ----------------------------------------------------------------------
