@@ -88,7 +88,11 @@ def results_page():
 
 def readme():
     wide = [f"{over(OURS, EMA, times):+.3f}" for times in (2, 3)]
+    theirs = min(gpt2()[studies.ADAMW].evaluations[-1][1].values())
+    returned = gpt2()[studies.DEFAULT].evaluations[-1][1]["average"]
     return [
+        f"{gpt2_over('average', 'power_0_6'):.3f} above AdamW's best EMA and",
+        f"what the default returns {returned - theirs:.3f} above it",
         f"{over(OURS, EMA):+.3f}, {wide[0]} and {wide[1]} nats",
         f"at ten times it ends at {at(OURS, 3e-2):.2f} where that EMA ends at {at(EMA, 3e-2):.2f}",
         f"{over(AVERAGE, EMA):.3f} above that EMA",
