@@ -184,7 +184,7 @@ RULE = [
         "moments.py",
         "torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0).sum()",
         "sums.sum()",
-        (f"{_SCALED}::test_a_tensor_that_is_not_finite_spares_the_rest",),
+        ("tests/optim/test_faults.py::test_a_bad_gradient_spoils_its_own_coordinate_and_no_other",),
     ),
     Mutant(
         "pullback-without-scale",
@@ -1265,6 +1265,27 @@ PACE = [
         "if addresses is self._sent and not capturing and not self._captured:",
         "if self._sent and not capturing and not self._captured:",
         (f"{_FUSED}::test_gradients_that_move_are_found",),
+    ),
+    Mutant(
+        "fused-mean-of-tensors-that-are-not-finite",
+        "kernel.py",
+        "tl.where((own - own == 0.0) & (own > 0.0), own, 0.0)",
+        "own",
+        (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
+    ),
+    Mutant(
+        "fused-segments-but-the-first-left-out",
+        "fused.py",
+        "for at in range(first, last, WIDTH)]",
+        "for at in range(first, min(last, first + 1), WIDTH)]",
+        (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
+    ),
+    Mutant(
+        "fused-mean-of-the-first-block-of-tensors",
+        "kernel.py",
+        "for block in range(BLOCKS):",
+        "for block in range(1):",
+        (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
     ),
     Mutant(
         "fused-sums-of-other-moments",

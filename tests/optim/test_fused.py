@@ -305,6 +305,34 @@ def test_sums_of_second_moments_are_of_the_moments_as_they_are(change):
     assert_same_bits(*with_and_without_memory(change, [(10, 10), (200,), (5,)], DEVICE))
 
 
+@pytest.mark.parametrize("counted", ["host", "device"])
+@pytest.mark.parametrize("bad", [None, torch.nan, torch.inf])
+def test_sums_of_many_chunks_and_of_many_tensors(bad, counted, monkeypatch):
+    """Cut into more segments and blocks than a test has sums for. One bad element: a whole tensor is left
+    out, also what other segments have of it."""
+    monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
+    monkeypatch.setattr(fused, "WIDTH", 2)
+    monkeypatch.setattr(fused, "TOTALS", 8)
+    fused._segments.cache_clear()
+    shapes = [(9000,), (5,), (130,), (3, 3), (2000,), (1,)]  # of 1,024 elements or 128: up to 71 sums
+    if not CUDA:
+        shapes[0] = (900,)
+    found = []
+    for settings in ({"fused": True, "capturable": counted == "device"}, {"foreach": False}):
+        parameters, steps = parameters_of(shapes=shapes), gradients_of(4, shapes)
+        for step in steps[1:]:
+            step[4] *= 100  # which one is left out makes a difference
+        optimizer = PACE(parameters, lr=1e-2, **settings)
+        advance(optimizer, parameters, steps[:2])
+        if bad is not None:
+            optimizer.state[parameters[0]]["exp_avg_sq"][3] = bad
+        advance(optimizer, parameters, steps[2:])
+        found.append(parameters)
+    fused._segments.cache_clear()
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
 def test_states_go_from_any_path_to_any_other():
     parameters, steps = parameters_of(), gradients_of(8)
     optimizer = PACE(parameters, lr=1e-2, fused=True)
@@ -606,13 +634,24 @@ for of, stored, rounding, wide in (
     settings |= {"MOMENTS": tl.float32 if rounding == "master" else of, "MOMENTUM": True}
     settings |= {"ROUNDING": rounding, "BLOCK": 1024, "FACTOR": True, "SKIP": True}
     types = dict.fromkeys(names, "fp32") | dict.fromkeys(("table", "grads", "chunks"), "*i64")
-    pointers = dict.fromkeys(("scale", "factor", "skip", "sums", "numbers"), "*fp32")
-    types |= pointers | {"ages": "*i64", "t": "i64"}
+    pointers = dict.fromkeys(("factor", "skip", "sums", "numbers"), "*fp32")
+    types |= pointers | {"scale": "*fp64", "ages": "*i64", "t": "i64"}
     types |= dict.fromkeys(settings, "constexpr")
     source = ASTSource(kernel.step, types, {(names.index(k),): v for k, v in settings.items()})
     options = {"num_warps": 4, "enable_fp_fusion": False}
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert len(re.findall(r"ld\\.global\\.v4\\.b32", code)) == wide, code
+
+sums = {"sums": "*fp32", "segments": "*i64", "found": "*fp64", "starts": "*i64", "corrections": "*fp64"}
+sums |= {"share": "fp32", "result": "*fp64"}
+for function, settings in (
+    (kernel.totals, {"WIDTH": 8192}),
+    (kernel.mean, {"ON_DEVICE": False, "BLOCKS": 2, "TENSORS": 128, "SEGMENTS": 32}),
+    (kernel.mean, {"ON_DEVICE": True, "BLOCKS": 1, "TENSORS": 1, "SEGMENTS": 1}),
+):
+    types = {name: sums.get(name, "constexpr") for name in function.arg_names}
+    source = ASTSource(function, types, {(function.arg_names.index(k),): v for k, v in settings.items()})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
 """
 
 

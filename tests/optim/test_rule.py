@@ -77,12 +77,13 @@ def test_against_the_reference_in_float64(data, options, strength, foreach):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("foreach", [False, True, None], ids=["per tensor", "foreach", "by itself"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_against_the_reference_over_200_steps(name):
+def test_against_the_reference_over_200_steps(name, foreach):
     """N1: a long float64 run of every variant, to 1e-12."""
     parameters, gradients = make_parameters(), make_gradients(200)
     references = [Reference(p.detach().numpy(), **{"lr": 1e-2, **VARIANTS[name]}) for p in parameters]
-    optimizer = run(parameters, gradients, **VARIANTS[name])
+    optimizer = run(parameters, gradients, foreach=foreach, **VARIANTS[name])
     for step_gradients in gradients:
         step_model(references, [gradient.numpy() for gradient in step_gradients])
     for parameter, reference in zip(parameters, references, strict=True):

@@ -5,14 +5,14 @@ import sys
 from array import array
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.optim.members import Members, is_plain
-from paceline.optim.moments import finite_sum
 from paceline.optim.onepass import (
     NOT_ALIKE,
     NOT_PLAIN,
@@ -41,7 +41,10 @@ TILES = {
 H200."""
 
 WIDTH = 8192
-"""Sums of chunks that are added at a time: one program does it for a tensor, and should not take long."""
+"""Sums of chunks that one program adds: no tensor is so large that others wait for it."""
+
+TOTALS = 4096
+"""Sums of those that are added at a time, by one program for all tensors."""
 
 SPARES = 8
 """How many captures there may be between two steps that are not captured."""
@@ -99,14 +102,15 @@ def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
     return found
 
 
-def energy_of(members: Members, beta2: float, capturable: bool) -> Tensor | None:
-    """The sum of v̂ over all members, without those with a NaN or Inf; None if none has stepped."""
+def share_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> Tensor | None:
+    """The sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None if none
+    has stepped. () float64."""
     counts = _counts(members, capturable)
     total: Tensor | None = None
     for launch in _launches(members, counts):
         count = launch.counts_on_device() if capturable else counts[launch.places[0]]
         if isinstance(count, Tensor) or count > 0:
-            part = finite_sum(launch.second_moments(anew=capturable) / (1 - beta2**count))
+            part = launch.second_moments(1 - beta2**count, elements, anew=capturable)
             total = part if total is None else total + part.to(total)
     return total
 
@@ -167,14 +171,16 @@ class _Launch:
             rows.append((row[0], *row[2:], *addresses))
         self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
         self._chunks = _chunks(self._device, self._sizes, self._block)
-        self._starts = _starts(self._device, self._sizes, self._block)
         # Where warps take the largest of blocks of int8, they sum up those too, and none waits for another.
         self._parts = self._block // BLOCK if self._stored == torch.int8 else 1
         self._sums = torch.empty((len(self._chunks), self._parts), device=self._device)
+        self._segments = _segments(self._device, self._sizes, self._block, self._parts)
+        self._totals = torch.empty(len(self._segments.places), dtype=torch.float64, device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
         self._sent: array[int] = array("q")
         self._grads_aligned = False
         self._one = torch.ones((), device=self._device)
+        self._unscaled = self._one.double()
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
         self._spares = list[Tensor]()
         self._captured = dict[tuple[int, ...], Tensor]()
@@ -246,9 +252,9 @@ class _Launch:
             at, t = at_count(count, recipe), int(count)
             numbers = [*numbers_of(at, recipe, 1.0), float(count == 1)]
         pull = "none" if at.pulling is False else "over" if recipe.gain in NUMERATORS else "uniform"
-        multiple = self._one
+        multiple = self._unscaled
         if recipe.gain == "scaled" and pull != "none":
-            multiple = self._number(scale)
+            multiple = self._number(scale, torch.float64)
         averages = averages_that_move(self._slots, at)
         if self._stored != torch.float32:  # what live has beyond an average that rests changes too
             averages = 1 if self._slots[0].returned is None else 2
@@ -278,11 +284,12 @@ class _Launch:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
 
-    def _number(self, number: Scalar) -> Tensor:
-        """On the device, in float32; to read it here would be to wait for all that was asked before."""
+    def _number(self, number: Scalar, dtype: torch.dtype = torch.float32) -> Tensor:
+        """On the device; to read it here would be to wait for all that was asked before."""
         if not isinstance(number, Tensor):
-            return self._one if number == 1 else torch.full((), number, device=self._device)
-        return number.to(self._device, torch.float32)
+            one = self._one if dtype == torch.float32 else self._unscaled
+            return one if number == 1 else torch.full((), number, dtype=dtype, device=self._device)
+        return number.to(self._device, dtype)
 
     def sums_of_gradients(self) -> Tensor:
         """(2,) float64: the sum of squares, and 0 or NaN."""
@@ -295,19 +302,24 @@ class _Launch:
         )
         return sums.sum(1, dtype=torch.float64)
 
-    def second_moments(self, anew: bool) -> Tensor:
-        """The sum of the second moments of each: as the last step found it, or anew, to the same bits."""
+    def second_moments(self, correction: Scalar, elements: int, anew: bool) -> Tensor:
+        """The sum of all second moments over their correction and over so many elements, without tensors that
+        have a NaN or Inf: as the last step found it, or anew, to the same bits. () float64."""
         from paceline.optim import kernel
 
-        found = torch.empty(len(self.places), dtype=torch.float64, device=self._device)
         self._found = None if anew else self._versions_now()
         if anew or self._versions is None or self._versions != self._found:
             constants = {"MOMENTS": self._moments, "SUMS": self._parts}
             constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
             self._run(kernel.add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
-        sums, starts = self._sums if self._parts == 1 else self._sums.sum(1), self._starts
-        self._run(kernel.totals, len(self.places), (sums, starts, found), {"WIDTH": WIDTH}, warps=16)
-        return found
+        places, starts, shape = self._segments
+        self._run(kernel.totals, len(places), (self._sums, places, self._totals), {"WIDTH": WIDTH}, warps=16)
+        result, on_device = torch.empty_like(self._unscaled), isinstance(correction, Tensor)
+        share = 1 / elements if isinstance(correction, Tensor) else 1 / (elements * correction)
+        corrections = correction if isinstance(correction, Tensor) else self._unscaled
+        arguments = self._totals, starts, corrections, share, result
+        self._run(kernel.mean, 1, arguments, {"ON_DEVICE": on_device, **shape}, warps=16)
+        return result
 
     def _run(
         self,
@@ -377,8 +389,32 @@ def _chunks(device: torch.device, sizes: tuple[int, ...], block: int) -> Tensor:
     return torch.stack([tensors, places * block], dim=1).to(device)
 
 
+class _Segments(NamedTuple):
+    """Sums of chunks, cut into segments that are added up by a program each."""
+
+    places: Tensor  # (segments, 2) int64: the first of its sums, and that after its last
+    starts: Tensor  # int64: the first segment of each tensor
+    shape: dict[str, int]  # as kernel.mean takes them
+
+
 @lru_cache(maxsize=64)
-def _starts(device: torch.device, sizes: tuple[int, ...], block: int) -> Tensor:
-    """The first chunk of each tensor, and the end of the last."""
-    counts = torch.tensor([0, *[-(-size // block) for size in sizes]], dtype=torch.int64)
-    return counts.cumsum(0).to(device)
+def _segments(device: torch.device, sizes: tuple[int, ...], block: int, parts: int) -> _Segments:
+    """Of tensors of these sizes, whose chunks have so many sums each."""
+    places, starts, first = list[tuple[int, int]](), [0], 0
+    for size in sizes:
+        last = first + -(-size // block) * parts
+        places += [(at, min(at + WIDTH, last)) for at in range(first, last, WIDTH)]
+        starts.append(len(places))
+        first = last
+    most = _power_of_2(max(after - before for before, after in pairwise(starts)))
+    at_once = min(max(TOTALS // most, 1), _power_of_2(len(sizes)))
+    blocks = -(-len(sizes) // at_once)
+    starts += [len(places)] * (blocks * at_once - len(sizes))
+    shape = {"BLOCKS": blocks, "TENSORS": at_once, "SEGMENTS": most}
+    there, begins = (torch.tensor(own, dtype=torch.int64).to(device) for own in (places, starts))
+    return _Segments(there, begins, shape)
+
+
+def _power_of_2(number: int) -> int:
+    """The least that is not below it."""
+    return 1 << (number - 1).bit_length()

@@ -202,7 +202,7 @@ def _advance(
         gain = numerator * rate
         if PULL == "over":
             # Finite, as 0 times infinity would be NaN where v has overflowed.
-            gain = tl.minimum(numerator * tl.load(scale), LARGEST) * inverse * rate
+            gain = tl.minimum(numerator * tl.load(scale).to(tl.float32), LARGEST) * inverse * rate
         # Not a minimum, which would make of a NaN the limit.
         gain = tl.where(gain > limit, limit, gain)
         way = tl.fma(gain, average - ((before + way) if LOOKAHEAD else before), way)
@@ -260,7 +260,7 @@ def step(
     table,  # (tensors, COLUMNS) int64
     grads,  # (tensors,) int64: addresses
     chunks,  # (programs, 2) int64: a tensor, and the first of the elements of it that are a program's
-    scale,  # () float32, for gain="scaled"; otherwise 1
+    scale,  # () float64, for gain="scaled"; otherwise 1
     factor,  # () float32: how many times the gradient counts, if FACTOR
     skip,  # () float32: nothing is done unless it is 0, if SKIP
     sums,  # (programs, SUMS) float32: of the second moments of each chunk
@@ -350,13 +350,35 @@ def squares(table, grads, chunks, sums, GRAD: tl.constexpr, ALIGNED: tl.constexp
 
 
 @triton.jit
-def totals(sums, starts, found, WIDTH: tl.constexpr):
-    """Of each tensor the sum of its chunks; `starts` (tensors + 1,) int64 says which they are."""
-    tensor = tl.program_id(0)
-    first, last = tl.load(starts + tensor), tl.load(starts + tensor + 1)
-    lanes = tl.zeros((WIDTH,), tl.float64)
-    while first < last:
-        places = first + tl.arange(0, WIDTH)
-        lanes += tl.load(sums + places, mask=places < last, other=0.0).to(tl.float64)
-        first += WIDTH
-    tl.store(found + tensor, tl.sum(lanes))
+def totals(sums, segments, found, WIDTH: tl.constexpr):
+    """Of each segment of `sums` its sum; `segments` (programs, 2) int64: its first, and that after its last,
+    at most WIDTH further on."""
+    segment = tl.program_id(0)
+    places = tl.load(segments + 2 * segment) + tl.arange(0, WIDTH)
+    inside = places < tl.load(segments + 2 * segment + 1)
+    tl.store(found + segment, tl.sum(tl.load(sums + places, mask=inside, other=0.0).to(tl.float64)))
+
+
+@triton.jit
+def mean(
+    found,  # (segments,) float64: their totals
+    starts,  # (BLOCKS · TENSORS + 1,) int64: the first segment of each tensor; beyond the last there are none
+    corrections,  # (tensors,) float64: 1 − β₂ᵗ of each, if ON_DEVICE
+    share,  # float32: what a sum counts
+    result,  # () float64
+    ON_DEVICE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TENSORS: tl.constexpr,  # that are done at a time
+    SEGMENTS: tl.constexpr,  # that a tensor may have
+):  # fmt: skip
+    """The sum over all tensors, without those with a NaN or Inf, or whose sum is below 0."""
+    total = tl.zeros((TENSORS,), tl.float64)
+    for block in range(BLOCKS):
+        tensors = block * TENSORS + tl.arange(0, TENSORS)
+        first, last = tl.load(starts + tensors), tl.load(starts + tensors + 1)
+        places = first[:, None] + tl.arange(0, SEGMENTS)[None, :]
+        own = tl.sum(tl.load(found + places, mask=places < last[:, None], other=0.0), axis=1)
+        if ON_DEVICE:
+            own /= tl.load(corrections + tensors, mask=first < last, other=1.0)
+        total += tl.where((own - own == 0.0) & (own > 0.0), own, 0.0)
+    tl.store(result, tl.sum(total) * share)

@@ -62,12 +62,13 @@ def model_scale(members: Members) -> Scalar:
 
 
 def ask_scale(
-    members: Members, energies: Sequence[Callable[[], Scalar]], elements: int, over_ranks: OverRanks
+    members: Members, shares: Sequence[Callable[[], Scalar]], elements: int, over_ranks: OverRanks
 ) -> Callable[[], Scalar]:
     """Likewise, once all sums over ranks are asked for.
 
-    Of others the sum of v̂ may be known already: the `energies`. `elements` counts all, theirs too.
+    Of others the sum of v̂ over `elements`, which counts all, may be known already: the `shares`.
     """
+    elements = max(elements, 1)
     alike: dict[object, list[SecondMoment]] = {}
     for _, state, group in members:
         moment = second_moment(state, group)
@@ -86,7 +87,11 @@ def ask_scale(
         asked.append((moments, over_ranks.ask(sums_of(values), values[0])))
 
     def scale() -> Scalar:
-        return _root_mean([*(energy() for energy in energies), *(_energy(*own) for own in asked)], elements)
+        mean = _sum([*(share() for share in shares), *(_energy(*own) / elements for own in asked)])
+        if not isinstance(mean, Tensor):
+            return math.sqrt(max(mean, 0.0))
+        # At least the smallest number, whose root has a derivative; shares are never below 0.
+        return (mean.clamp(min=torch.finfo(mean.dtype).tiny) if asked else mean).sqrt()
 
     return scale
 
@@ -99,17 +104,11 @@ def _energy(moments: list[SecondMoment], sums: Callable[[], Tensor]) -> Tensor:
     return finite_sum(found / squares)
 
 
-def _root_mean(parts: list[Scalar], elements: int) -> Scalar:
-    if not parts:
-        return 0.0
-    total = parts[0]
+def _sum(parts: list[Scalar]) -> Scalar:
+    total = parts[0] if parts else 0.0
     for part in parts[1:]:
         total = total + (part.to(total) if isinstance(part, Tensor) and isinstance(total, Tensor) else part)
-    mean = total / max(elements, 1)
-    # At least the smallest number, whose root has a derivative.
-    if isinstance(mean, Tensor):
-        return mean.clamp(min=torch.finfo(mean.dtype).tiny).sqrt()
-    return math.sqrt(max(mean, torch.finfo(torch.float32).tiny))
+    return total
 
 
 def finite_sum(sums: Tensor) -> Tensor:

@@ -43,6 +43,13 @@ class Work(NamedTuple):
         one_pass = self.members.memo["one pass"] and self.group["capturable"]
         return bool(one_pass and all(ONE_PASS[kind].can_skip for kind in kinds))
 
+    def elements(self) -> int:
+        """Weights of all its members, on all ranks."""
+        memo = self.members.memo
+        if "elements" not in memo:
+            memo["elements"] = sum(real(parameter).numel() for parameter in self.members.parameters)
+        return int(memo["elements"])
+
     def is_cut_alike(self) -> bool:
         """Whether all parameters are cut over ranks in one way, or none is."""
         memo = self.members.memo
@@ -322,9 +329,9 @@ class OnePass(NamedTuple):
     refusal: Callable[[Slot], str | None]
     step_: Callable[[Members, Recipe, Whole], None]
     """Counts are advanced before."""
-    energy_of: Callable[[Members, float, bool], Scalar | None]
-    """Of members, β₂ and capturable: the sum of v̂ over all of them, without those with a NaN or Inf;
-    None if none has stepped."""
+    share_of_mean: Callable[[Members, float, int, bool], Scalar | None]
+    """Of members, β₂, elements and capturable: the sum of v̂ over all members, without those with a NaN or
+    Inf, over so many elements; None if none has stepped."""
     sums_of_gradients: Callable[[Members, bool], list[Tensor]]
     """Of members and capturable: as in sharded.py, of this rank's parts; none if there are none."""
     dtypes: tuple[torch.dtype, ...]
@@ -338,7 +345,7 @@ ONE_PASS = {
         missing=native.missing,
         refusal=native.refusal,
         step_=lambda members, recipe, whole: native.native_step_(members, recipe, whole.scale, whole.factor),
-        energy_of=native.energy_of,
+        share_of_mean=native.share_of_mean,
         sums_of_gradients=lambda members, capturable: [squares_of(members.grads)],
         dtypes=(torch.float32,),
         can_skip=False,
@@ -347,7 +354,7 @@ ONE_PASS = {
         missing=fused.missing,
         refusal=fused.refusal,
         step_=lambda members, recipe, whole: fused.fused_step_(members, recipe, *whole),
-        energy_of=fused.energy_of,
+        share_of_mean=fused.share_of_mean,
         sums_of_gradients=fused.sums_of_gradients,
         dtypes=fused.DTYPES,
         can_skip=True,
@@ -401,36 +408,32 @@ def scale_before(states: States, works: list[Work], over_ranks: OverRanks) -> Ca
     sums over ranks are asked for."""
     if not any(work.group["gain"] == "scaled" and work.group["pullback_strength"] != 0 for work in works):
         return lambda: 1.0
-    energies: list[Callable[[], Scalar]] = []
+    shares: list[Callable[[], Scalar]] = []
     rest: list[tuple[Tensor, State, dict[str, Any]]] = []
-    elements = 0
+    elements = max(sum(map(Work.elements, works)), 1)
     for work in works:
         parameters, group = work.members.parameters, work.group
-        memo = work.members.memo
-        if "elements" not in memo:
-            memo["elements"] = sum(real(parameter).numel() for parameter in parameters)
-        elements += memo["elements"]
-        if (memo["one pass"] or _takes_host(group, work.members)) and work.is_cut_alike():
-            energies += _energies(work, over_ranks)
+        if (work.members.memo["one pass"] or _takes_host(group, work.members)) and work.is_cut_alike():
+            shares += _shares(work, elements, over_ranks)
         else:
             rest += [(parameter, states[parameter], group) for parameter in parameters]
-    return ask_scale(rest, energies, elements, over_ranks)
+    return ask_scale(rest, shares, elements, over_ranks)
 
 
-def _energies(work: Work, over_ranks: OverRanks) -> Iterator[Callable[[], Scalar]]:
-    like = work.members.parameters[0]
+def _shares(work: Work, elements: int, over_ranks: OverRanks) -> Iterator[Callable[[], Scalar]]:
+    like, beta2 = work.members.parameters[0], work.group["betas"][1]
     for kind, part in work.members.by_device().items():
-        energy: Scalar | None
+        share: Scalar | None
         if work.members.memo["one pass"]:
-            energy = ONE_PASS[kind].energy_of(part, work.group["betas"][1], work.group["capturable"])
+            share = ONE_PASS[kind].share_of_mean(part, beta2, elements, work.group["capturable"])
         else:
-            energy = host.energy_of(part, work.group["betas"][1])
+            share = host.share_of_mean(part, beta2, elements)
         if mesh_of(like) is not None:  # a rank that has nothing of any of them asks as the others do
-            number = torch.as_tensor(0.0 if energy is None else energy, dtype=torch.float64, device=kind)
+            number = torch.as_tensor(0.0 if share is None else share, dtype=torch.float64, device=kind)
             yield over_ranks.ask(number, like)
-        elif energy is not None:
-            yield partial(_same, energy)
+        elif share is not None:
+            yield partial(_same, share)
 
 
-def _same(energy: Scalar) -> Scalar:
-    return energy
+def _same(share: Scalar) -> Scalar:
+    return share
