@@ -70,7 +70,7 @@ def results_page():
     return [
         f"end within {variants_over_same():.3f} of the same without them",
         f"ends {gpt2_over('average', 'live'):.3f} above AdamW's last weights",
-        f"and {gpt2_over('average', 'power_0_6'):.3f} above AdamW's best EMA. It holds",
+        f"and {gpt2_over('average', 'power_0_6'):.3f} above AdamW's best EMA",
         f"after 400 steps it was {gpt2_over('average', 'live', 1):.3f} above",
         f"after 800 it was {gpt2_over('average', 'live', 3):.3f}.",
         f"ends, {returned - theirs['power_0_6']:.3f} above the EMA that turned out best (κ = 0.6)",
