@@ -1,6 +1,7 @@
 """docs/results.md: what it is made of, verdicts by hand, and figures with and without all runs."""
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_verdicts_say_what_is_not_done():
     full = claims.verdicts(GPU, everything(GPU))
     assert "not done yet" not in full and all(f"{task}:" in full for task in claims.TASKS)
     assert "| tuning | 36 of 36 |" in claims.done(GPU, everything(GPU))
+
+
+def test_verdicts_are_of_what_a_task_has_runs_for():
+    full = claims.verdicts(GPU, everything(GPU, lambda one, view: 3.0 + abs(one.lr - 3e-3)))
+    parts = dict(zip(claims.TASKS, re.split(r"^.+:$", full, flags=re.MULTILINE)[1:], strict=True))
+    said = {task: part.strip().splitlines()[2:] for task, part in parts.items()}
+    assert len(said["Pretraining a 7M GPT"]) == len(claims.CLAIMS)
+    assert len(said["GPT-2 124M"]) == 6
+    assert all("| at 0.002 |" in line and "Schedule-Free" not in line for line in said["GPT-2 124M"])
 
 
 # --- Figures --------------------------------------------------------------------------------------------
