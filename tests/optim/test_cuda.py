@@ -2,7 +2,6 @@
 
 import copy
 import json
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -342,9 +341,7 @@ def test_no_step_waits_for_the_device(name):
     problem = Problem(name, device="cuda").run(3)
     problem.set_gradients(3)
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")
     try:
         problem.optimizer.step()
     finally:

@@ -1,11 +1,12 @@
 """fused=True on a GPU: one launch for all tensors. Without a GPU, the same kernel in Triton's interpreter."""
 
 import copy
+import math
 import os
 import subprocess
 import sys
-import warnings
 from array import array
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -26,6 +27,9 @@ from reference import distances, of_the_same_state, step_model
 
 from paceline import PACE, averaged_weights
 from paceline.optim import fused, work
+from paceline.optim.onepass import numbers_of
+from paceline.optim.recipe import Recipe
+from paceline.optim.rule import at_count
 from paceline.optim.storage import decode, joined
 
 pytest.importorskip("triton")
@@ -635,23 +639,27 @@ for of, stored, rounding, wide in (
     settings |= {"ROUNDING": rounding, "BLOCK": 1024, "FACTOR": True, "SKIP": True}
     types = dict.fromkeys(names, "fp32") | dict.fromkeys(("table", "grads", "chunks"), "*i64")
     pointers = dict.fromkeys(("factor", "skip", "sums", "numbers"), "*fp32")
-    types |= pointers | {"scale": "*fp64", "ages": "*i64", "t": "i64"}
+    types |= pointers | {"scale": "*fp32", "ages": "*i64", "t": "i64"}
     types |= dict.fromkeys(settings, "constexpr")
     source = ASTSource(kernel.step, types, {(names.index(k),): v for k, v in settings.items()})
     options = {"num_warps": 4, "enable_fp_fusion": False}
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert len(re.findall(r"ld\\.global\\.v4\\.b32", code)) == wide, code
 
-sums = {"sums": "*fp32", "segments": "*i64", "found": "*fp64", "starts": "*i64", "corrections": "*fp64"}
-sums |= {"share": "fp32", "result": "*fp64"}
+types = {"sums": "*fp32", "segments": "*i64", "found": "*fp64", "done": "*i32", "starts": "*i64"}
+types |= {"result": "*fp32", "counts": "*i64", "lr_at": "*fp32", "table": "*fp32", "ages": "*i64"}
+types |= {"tensors": "i32", "every": "i32"}
 for function, settings in (
-    (kernel.totals, {"WIDTH": 8192}),
-    (kernel.mean, {"ON_DEVICE": False, "BLOCKS": 2, "TENSORS": 128, "SEGMENTS": 32}),
-    (kernel.mean, {"ON_DEVICE": True, "BLOCKS": 1, "TENSORS": 1, "SEGMENTS": 1}),
+    (kernel.mean, {"ON_DEVICE": False, "WIDTH": 8192, "BLOCKS": 2, "TENSORS": 128, "SEGMENTS": 32}),
+    (kernel.mean, {"ON_DEVICE": True, "WIDTH": 8192, "BLOCKS": 1, "TENSORS": 1, "SEGMENTS": 1}),
+    (kernel.numbers, {"ON_DEVICE": False, "LR": tl.float32, "OVER": True, "BLOCK": 32}),
+    (kernel.numbers, {"ON_DEVICE": True, "LR": None, "OVER": False, "BLOCK": 32}),
 ):
-    types = {name: sums.get(name, "constexpr") for name in function.arg_names}
-    source = ASTSource(function, types, {(function.arg_names.index(k),): v for k, v in settings.items()})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+    names = function.arg_names
+    given = {name: types.get(name, "fp64") for name in names} | dict.fromkeys(settings, "constexpr")
+    source = ASTSource(function, given, {(names.index(k),): v for k, v in settings.items()})
+    warps = 1 if function is kernel.numbers else 16
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 """
 
 
@@ -664,6 +672,35 @@ def test_it_compiles_to_loads_of_16_bytes(tmp_path):
     command = [sys.executable, str(tmp_path / "compile_it.py")]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+@pytest.mark.parametrize("lr", ["number", "tensor", "zero"])
+@pytest.mark.parametrize("name", OFFERED)
+def test_numbers_that_are_found_on_the_device(name, lr, monkeypatch):
+    """They are those of the host, to one unit of float32, at any age."""
+    monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
+    parameters = parameters_of()
+    settings = {"lr": 1e-2, **OFFERED[name], "fused": True, "capturable": True}
+    if lr != "number":
+        settings["lr"] = torch.tensor(float(lr == "tensor") / 100, dtype=torch.float64, device=DEVICE)
+    optimizer = PACE(parameters, **settings)
+    advance(optimizer, parameters, gradients_of(1))
+    recipe = Recipe.of(optimizer.param_groups[0])
+    (launch,) = optimizer._fits._groups[0]._memo["launches"]
+    counts = [1.0, 2.0, 3.0, 1000.0, 123_456_789.0]
+    for slot, count in zip(launch._slots, counts, strict=True):
+        slot.step.fill_(count)
+    table, ages = launch._numbers_on_device(math.nan, recipe)
+    assert ages.tolist() == counts
+    for row, count in zip(table.tolist(), counts, strict=True):
+        on_host = replace(recipe, lr=float(recipe.lr))
+        at = at_count(count, on_host)
+        expected = numbers_of(at, on_host, 1.0)
+        if not at.averaging:  # as the host does not launch what moves them
+            expected = expected._replace(rate=0.0)
+        if not at.pulling:
+            expected = expected._replace(numerator=0.0)
+        assert row == pytest.approx([*expected, float(count == 1)], rel=1.2e-7, abs=0)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -686,9 +723,7 @@ def test_nothing_waits_for_the_device_and_nothing_is_allocated():
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()
     finally:

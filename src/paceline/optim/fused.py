@@ -18,13 +18,15 @@ from paceline.optim.onepass import (
     NOT_PLAIN,
     Numbers,
     averages_that_move,
+    is_on_gpu,
     lie_alike,
+    log_of,
     numbers_of,
-    numbers_on_device,
     row_of,
+    steady_of,
 )
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import NUMERATORS, Scalar, Slot, at_count
+from paceline.optim.rule import NUMERATORS, Scalar, Slot, at_count, pulls_ever
 from paceline.optim.sharded import local
 from paceline.optim.state import State, scale_key
 from paceline.optim.storage import BLOCK
@@ -32,9 +34,9 @@ from paceline.optim.storage import BLOCK
 TILES = {
     (torch.float32, 1): (1024, 4),
     (torch.float32, 2): (1024, 4),
-    (torch.bfloat16, 1): (512, 4),
+    (torch.bfloat16, 1): (256, 2),
     (torch.bfloat16, 2): (512, 4),
-    (torch.int8, 1): (512, 4),
+    (torch.int8, 1): (256, 2),
     (torch.int8, 2): (1024, 4),
 }
 """Storage of averages and how many there are → elements and warps of a program, as they are fastest on an
@@ -102,17 +104,17 @@ def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
     return found
 
 
-def share_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> Tensor | None:
-    """The sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None if none
-    has stepped. () float64."""
+def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> Tensor | None:
+    """The root of the sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None
+    if none has stepped. () float32."""
     counts = _counts(members, capturable)
-    total: Tensor | None = None
+    root: Tensor | None = None
     for launch in _launches(members, counts):
-        count = launch.counts_on_device() if capturable else counts[launch.places[0]]
-        if isinstance(count, Tensor) or count > 0:
-            part = launch.second_moments(1 - beta2**count, elements, anew=capturable)
-            total = part if total is None else total + part.to(total)
-    return total
+        count = counts[launch.places[0]]
+        if capturable or count > 0:
+            part = launch.root_of_mean(beta2, count, elements)
+            root = part if root is None else torch.hypot(root, part.to(root))
+    return root
 
 
 def _counts(members: Members, capturable: bool) -> list[float]:
@@ -159,7 +161,8 @@ class _Launch:
         live = self._slots[0].live
         self._device, self._dtype, self._stored = live.device, live.dtype, self._slots[0].average.dtype
         self._grad_dtype, self._moments = members.grads[places[0]].dtype, self._slots[0].exp_avg_sq.dtype
-        self._block, self._warps = TILES[self._stored, 1 if self._slots[0].returned is None else 2]
+        self._averages = 1 if self._slots[0].returned is None else 2
+        self._block, self._warps = TILES[self._stored, self._averages]
         self._aligned = _is_aligned(self._slots[0], members.states[places[0]])
         self._sizes = tuple(slot.live.numel() for slot in self._slots)
         rows = []
@@ -176,11 +179,13 @@ class _Launch:
         self._sums = torch.empty((len(self._chunks), self._parts), device=self._device)
         self._segments = _segments(self._device, self._sizes, self._block, self._parts)
         self._totals = torch.empty(len(self._segments.places), dtype=torch.float64, device=self._device)
+        self._arrived = torch.zeros((), dtype=torch.int32, device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
         self._sent: array[int] = array("q")
         self._grads_aligned = False
         self._one = torch.ones((), device=self._device)
-        self._unscaled = self._one.double()
+        ages = [slot.step.data_ptr() if slot.step.device == self._device else 0 for slot in self._slots]
+        self._counts = torch.tensor(ages, dtype=torch.int64).to(self._device)
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
         self._spares = list[Tensor]()
         self._captured = dict[tuple[int, ...], Tensor]()
@@ -227,37 +232,29 @@ class _Launch:
             self._captured[key] = self._spares.pop().copy_(torch.frombuffer(addresses, dtype=torch.int64))
         return self._captured[key]
 
-    def counts_on_device(self) -> Tensor:
-        """How old each is, (tensors,) float64."""
-        return torch.stack([slot.step for slot in self._slots])
-
     def step_(
         self, count: float, recipe: Recipe, scale: Scalar, factor: Scalar = 1.0, skip: Tensor | None = None
     ) -> None:
         """The step of that count; of NaN, if they are counted on the device."""
         from paceline.optim import kernel
 
-        on_device = recipe.capturable or (isinstance(recipe.lr, Tensor) and recipe.lr.is_cuda)
+        on_device = recipe.capturable or is_on_gpu(recipe.lr)
         numbers: list[Scalar] = [0.0] * (len(Numbers._fields) + 1)
         table, ages, t = self._one, self._grads, 0
         if recipe.capturable and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             while len(self._spares) < SPARES:
                 self._spares.append(torch.empty(len(self.places), dtype=torch.int64, pin_memory=True))
         if on_device:
-            counts = torch.full((len(self.places),), count, dtype=torch.float64, device=self._device)
-            counts = self.counts_on_device() if recipe.capturable else counts
-            table, ages = numbers_on_device(counts, recipe), counts.to(torch.int64)
-            at = at_count(counts, recipe)
+            table, ages = self._numbers_on_device(count, recipe)
+            pulls, averages = pulls_ever(recipe), self._averages
         else:
             at, t = at_count(count, recipe), int(count)
             numbers = [*numbers_of(at, recipe, 1.0), float(count == 1)]
-        pull = "none" if at.pulling is False else "over" if recipe.gain in NUMERATORS else "uniform"
-        multiple = self._unscaled
-        if recipe.gain == "scaled" and pull != "none":
-            multiple = self._number(scale, torch.float64)
-        averages = averages_that_move(self._slots, at)
+            pulls, averages = bool(at.pulling), averages_that_move(self._slots, at)
+        pull = "none" if not pulls else "over" if recipe.gain in NUMERATORS else "uniform"
+        multiple = self._number(scale) if recipe.gain == "scaled" and pulls else self._one
         if self._stored != torch.float32:  # what live has beyond an average that rests changes too
-            averages = 1 if self._slots[0].returned is None else 2
+            averages = self._averages
         sums = recipe.gain == "scaled" and recipe.pullback_strength != 0
         self._run(
             kernel.step,
@@ -284,12 +281,29 @@ class _Launch:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
 
-    def _number(self, number: Scalar, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _numbers_on_device(self, count: float, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        """As `step` of kernel.py takes them: a row for each tensor, and how old each is."""
+        from paceline.optim import kernel
+
+        tensors, lr = len(self.places), recipe.lr
+        table = torch.empty((tensors, kernel.NUMBERS.value), device=self._device)
+        ages = torch.empty(tensors, dtype=torch.int64, device=self._device)
+        there = lr.to(self._device) if isinstance(lr, Tensor) and is_on_gpu(lr) else None
+        every = min(recipe.update_every, 2**31 - 1)
+        own = self._counts, self._one if there is None else there, table, ages, tensors, every
+        arguments = *own, count, *steady_of(recipe)
+        constants = {
+            "ON_DEVICE": recipe.capturable, "LR": None if there is None else there.dtype,
+            "OVER": recipe.gain in NUMERATORS, "BLOCK": 32,
+        }  # fmt: skip
+        self._run(kernel.numbers, -(-tensors // 32), arguments, constants, warps=1)
+        return table, ages
+
+    def _number(self, number: Scalar) -> Tensor:
         """On the device; to read it here would be to wait for all that was asked before."""
-        if not isinstance(number, Tensor):
-            one = self._one if dtype == torch.float32 else self._unscaled
-            return one if number == 1 else torch.full((), number, dtype=dtype, device=self._device)
-        return number.to(self._device, dtype)
+        if isinstance(number, Tensor):
+            return number.to(self._device, torch.float32)
+        return self._one if number == 1 else torch.full((), number, device=self._device)
 
     def sums_of_gradients(self) -> Tensor:
         """(2,) float64: the sum of squares, and 0 or NaN."""
@@ -302,23 +316,23 @@ class _Launch:
         )
         return sums.sum(1, dtype=torch.float64)
 
-    def second_moments(self, correction: Scalar, elements: int, anew: bool) -> Tensor:
-        """The sum of all second moments over their correction and over so many elements, without tensors that
-        have a NaN or Inf: as the last step found it, or anew, to the same bits. () float64."""
+    def root_of_mean(self, beta2: float, count: float, elements: int) -> Tensor:
+        """The root of the sum of all v̂ over so many elements, without tensors that have a NaN or Inf: as the
+        last step, of that count, left v; of NaN, if they are counted on the device. () float32."""
         from paceline.optim import kernel
 
+        anew = math.isnan(count)
         self._found = None if anew else self._versions_now()
         if anew or self._versions is None or self._versions != self._found:
             constants = {"MOMENTS": self._moments, "SUMS": self._parts}
             constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
             self._run(kernel.add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
         places, starts, shape = self._segments
-        self._run(kernel.totals, len(places), (self._sums, places, self._totals), {"WIDTH": WIDTH}, warps=16)
-        result, on_device = torch.empty_like(self._unscaled), isinstance(correction, Tensor)
-        share = 1 / elements if isinstance(correction, Tensor) else 1 / (elements * correction)
-        corrections = correction if isinstance(correction, Tensor) else self._unscaled
-        arguments = self._totals, starts, corrections, share, result
-        self._run(kernel.mean, 1, arguments, {"ON_DEVICE": on_device, **shape}, warps=16)
+        result = torch.empty_like(self._one)
+        share = 1 / elements if anew else 1 / (elements * (1 - beta2**count))
+        own = self._sums, places, self._totals, self._arrived, starts, self._counts
+        arguments = *own, log_of(beta2), share, result
+        self._run(kernel.mean, len(places), arguments, {"ON_DEVICE": anew, "WIDTH": WIDTH, **shape}, warps=16)
         return result
 
     def _run(

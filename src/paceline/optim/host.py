@@ -82,16 +82,17 @@ def _move_(averages: list[Tensor], lives: list[Tensor], rate: float) -> None:
         move_averages_(averages, lives, [rate])
 
 
-def share_of_mean(members: Members, beta2: float, elements: int) -> float | None:
-    """The sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None if none
-    has stepped."""
+def root_of_mean(members: Members, beta2: float, elements: int) -> float | None:
+    """The root of the sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None
+    if none has stepped."""
     counts = members.counts()
     stepped = [part for part in _parts(members, counts) if counts[part.places[0]] > 0]
     energies = []
     for part in stepped:
         correction = 1 - beta2 ** counts[part.places[0]]
         energies += [total / correction for total in part.second_moments()]
-    return math.fsum(filter(math.isfinite, energies)) / elements if stepped else None
+    total = max(math.fsum(filter(math.isfinite, energies)), 0.0)
+    return math.sqrt(total / elements) if stepped else None
 
 
 # --- Members that are stepped together ----------------------------------------------------------------

@@ -62,11 +62,11 @@ def model_scale(members: Members) -> Scalar:
 
 
 def ask_scale(
-    members: Members, shares: Sequence[Callable[[], Scalar]], elements: int, over_ranks: OverRanks
+    members: Members, roots: Sequence[Callable[[], Scalar]], elements: int, over_ranks: OverRanks
 ) -> Callable[[], Scalar]:
     """Likewise, once all sums over ranks are asked for.
 
-    Of others the sum of v̂ over `elements`, which counts all, may be known already: the `shares`.
+    Of others the root of the sum of v̂ over `elements`, which counts all, may be known already: the `roots`.
     """
     elements = max(elements, 1)
     alike: dict[object, list[SecondMoment]] = {}
@@ -87,11 +87,13 @@ def ask_scale(
         asked.append((moments, over_ranks.ask(sums_of(values), values[0])))
 
     def scale() -> Scalar:
-        mean = _sum([*(share() for share in shares), *(_energy(*own) / elements for own in asked)])
+        if len(roots) == 1 and not asked:
+            return roots[0]()
+        mean = _sum([*(_square(root()) for root in roots), *(_energy(*own) / elements for own in asked)])
         if not isinstance(mean, Tensor):
             return math.sqrt(max(mean, 0.0))
-        # At least the smallest number, whose root has a derivative; shares are never below 0.
-        return (mean.clamp(min=torch.finfo(mean.dtype).tiny) if asked else mean).sqrt()
+        # At least the smallest number, whose root has a derivative.
+        return mean.clamp(min=torch.finfo(mean.dtype).tiny).sqrt()
 
     return scale
 
@@ -102,6 +104,10 @@ def _energy(moments: list[SecondMoment], sums: Callable[[], Tensor]) -> Tensor:
     tensors = [root for root in roots if isinstance(root, Tensor)]
     squares = torch.stack(tensors).to(found).square() if tensors else roots[0] ** 2
     return finite_sum(found / squares)
+
+
+def _square(number: Scalar) -> Scalar:
+    return number.double().square() if isinstance(number, Tensor) else number * number
 
 
 def _sum(parts: list[Scalar]) -> Scalar:

@@ -119,9 +119,9 @@ def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: 
         arrays.added_up, arrays.found = arrays.found if pull == _PULLS["scaled"] else None, None
 
 
-def share_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> float | None:
-    """The sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None if none
-    has stepped."""
+def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> float | None:
+    """The root of the sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None
+    if none has stepped."""
     counts = members.counts()
     stepped = [arrays for arrays in _alike(members, counts) if counts[arrays.places[0]] > 0]
     if not stepped:
@@ -130,7 +130,7 @@ def share_of_mean(members: Members, beta2: float, elements: int, capturable: boo
     for arrays in stepped:
         correction = 1 - beta2 ** counts[arrays.places[0]]
         parts += [total / correction for total in arrays.second_moments()]
-    return math.fsum(filter(math.isfinite, parts)) / elements
+    return math.sqrt(max(math.fsum(filter(math.isfinite, parts)), 0.0) / elements)
 
 
 def _alike(members: Members, counts: list[float]) -> "list[_Arrays]":

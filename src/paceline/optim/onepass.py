@@ -1,12 +1,13 @@
 """What the paths that make one pass over memory share: the scalars of a step as plain numbers."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_count, gain_limit, seed_average_, shares
+from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, gain_limit, seed_average_, shares
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -62,33 +63,55 @@ def numbers_of(at: At, recipe: Recipe, scale: float, factor: float = 1.0) -> Num
     )
 
 
-def numbers_on_device(t: Tensor, recipe: Recipe) -> Tensor:
-    """The numbers of the steps t, where those are, and whether each is a first: a row of kernel.py each."""
-    at = at_count(t, recipe)
-    beta1, beta2 = recipe.betas
-    numerator: Scalar = recipe.pullback_strength
-    if recipe.gain in NUMERATORS:
-        numerator = NUMERATORS[recipe.gain](at.lr, recipe.pullback_strength, 1.0)
-    pulled = at.pulling if isinstance(at.pulling, Tensor) else torch.ones_like(t, dtype=torch.bool)
-    fields = Numbers(
+class Steady(NamedTuple):
+    """What numbers that are found on the device are found from: arguments of `numbers` in kernel.py."""
+
+    sign: float
+    lr: float  # 0, if it is on the device too
+    weight_decay: float
+    beta1: float
+    log_beta1: float
+    beta2: float
+    log_beta2: float
+    eps: float
+    strength: float
+    limit: float
+    power: float
+    return_power: float
+    offset: float
+    scale: float
+
+
+def steady_of(recipe: Recipe) -> Steady:
+    """Those of a group. To read an lr that is on a device would be to wait for it."""
+    lr, (beta1, beta2) = recipe.lr, recipe.betas
+    second = recipe.ema_power if recipe.return_power is None else recipe.return_power
+    return Steady(
         sign=-1.0 if recipe.maximize else 1.0,
-        shrink=1 - at.decay,
-        new_m=1 - beta1,
-        old_v=beta2,
-        new_v=1 - beta2,
-        root_factor=1 / at.root_correction,
-        eps=recipe.eps,
-        step_size=at.step_size,
-        numerator=torch.where(pulled, numerator, 0.0).clamp(max=_LARGEST),
-        rate=at.rate,
-        limit=gain_limit(recipe, torch.float32),
-        **dict(zip(("keep", "move"), shares(at.rate, torch.float32), strict=True)),
-        **dict(zip(("keep_returned", "move_returned"), shares(at.return_rate, torch.float32), strict=True)),
+        lr=0.0 if is_on_gpu(lr) else float(lr),
+        weight_decay=float(recipe.weight_decay),
+        beta1=float(beta1),
+        log_beta1=log_of(beta1),
+        beta2=float(beta2),
+        log_beta2=log_of(beta2),
+        eps=float(recipe.eps),
+        strength=float(recipe.pullback_strength),
+        limit=float(gain_limit(recipe, torch.float32)),
+        power=float(recipe.ema_power),
+        return_power=float(second),
+        offset=float(recipe.ema_offset),
+        scale=float(recipe.ema_scale),
     )
-    numbers = torch.empty((len(t), len(fields) + 1), device=t.device)
-    for column, field in zip(numbers.unbind(1), (*fields, t == 1), strict=True):
-        column.copy_(field) if isinstance(field, Tensor) else column.fill_(field)
-    return numbers
+
+
+def is_on_gpu(number: Scalar) -> bool:
+    """Whether it is a tensor there."""
+    return isinstance(number, Tensor) and number.is_cuda
+
+
+def log_of(beta: float) -> float:
+    """By which t steps are a power of it, exp(t · log β)."""
+    return math.log(beta) if beta else -math.inf
 
 
 def seed_averages_(slots: list[Slot], at: At) -> None:

@@ -145,6 +145,11 @@ def at_step(step: Tensor, recipe: Recipe, scale: Scalar = 1.0) -> At:
     return at_count(step if stays_on_device(recipe) else step.item(), recipe, scale)
 
 
+def pulls_ever(recipe: Recipe) -> bool:
+    """Whether any of its steps may pull; of an lr that is a tensor nothing is known here."""
+    return recipe.pullback_strength != 0 and (isinstance(recipe.lr, Tensor) or recipe.lr != 0)
+
+
 def at_count(t: Scalar, recipe: Recipe, scale: Scalar = 1.0) -> At:
     """The scalars of the t-th step; of several, if t is a tensor of them."""
     on_device = isinstance(t, Tensor)
@@ -157,7 +162,7 @@ def at_count(t: Scalar, recipe: Recipe, scale: Scalar = 1.0) -> At:
 
     averaging: bool | Tensor = True if recipe.update_every == 1 else t % recipe.update_every == 0
     pulling: bool | Tensor = averaging
-    if recipe.pullback_strength == 0 or (not isinstance(lr, Tensor) and lr == 0):
+    if not pulls_ever(recipe):
         pulling = False
     elif isinstance(lr, Tensor):
         pulling = averaging & (lr != 0) if on_device else bool(averaging and lr != 0)

@@ -329,9 +329,9 @@ class OnePass(NamedTuple):
     refusal: Callable[[Slot], str | None]
     step_: Callable[[Members, Recipe, Whole], None]
     """Counts are advanced before."""
-    share_of_mean: Callable[[Members, float, int, bool], Scalar | None]
-    """Of members, β₂, elements and capturable: the sum of v̂ over all members, without those with a NaN or
-    Inf, over so many elements; None if none has stepped."""
+    root_of_mean: Callable[[Members, float, int, bool], Scalar | None]
+    """Of members, β₂, elements and capturable: the root of the sum of v̂ over all members, without those with
+    a NaN or Inf, over so many elements; None if none has stepped."""
     sums_of_gradients: Callable[[Members, bool], list[Tensor]]
     """Of members and capturable: as in sharded.py, of this rank's parts; none if there are none."""
     dtypes: tuple[torch.dtype, ...]
@@ -345,7 +345,7 @@ ONE_PASS = {
         missing=native.missing,
         refusal=native.refusal,
         step_=lambda members, recipe, whole: native.native_step_(members, recipe, whole.scale, whole.factor),
-        share_of_mean=native.share_of_mean,
+        root_of_mean=native.root_of_mean,
         sums_of_gradients=lambda members, capturable: [squares_of(members.grads)],
         dtypes=(torch.float32,),
         can_skip=False,
@@ -354,7 +354,7 @@ ONE_PASS = {
         missing=fused.missing,
         refusal=fused.refusal,
         step_=lambda members, recipe, whole: fused.fused_step_(members, recipe, *whole),
-        share_of_mean=fused.share_of_mean,
+        root_of_mean=fused.root_of_mean,
         sums_of_gradients=fused.sums_of_gradients,
         dtypes=fused.DTYPES,
         can_skip=True,
@@ -408,32 +408,36 @@ def scale_before(states: States, works: list[Work], over_ranks: OverRanks) -> Ca
     sums over ranks are asked for."""
     if not any(work.group["gain"] == "scaled" and work.group["pullback_strength"] != 0 for work in works):
         return lambda: 1.0
-    shares: list[Callable[[], Scalar]] = []
+    roots: list[Callable[[], Scalar]] = []
     rest: list[tuple[Tensor, State, dict[str, Any]]] = []
     elements = max(sum(map(Work.elements, works)), 1)
     for work in works:
         parameters, group = work.members.parameters, work.group
         if (work.members.memo["one pass"] or _takes_host(group, work.members)) and work.is_cut_alike():
-            shares += _shares(work, elements, over_ranks)
+            roots += _roots(work, elements, over_ranks)
         else:
             rest += [(parameter, states[parameter], group) for parameter in parameters]
-    return ask_scale(rest, shares, elements, over_ranks)
+    return ask_scale(rest, roots, elements, over_ranks)
 
 
-def _shares(work: Work, elements: int, over_ranks: OverRanks) -> Iterator[Callable[[], Scalar]]:
+def _roots(work: Work, elements: int, over_ranks: OverRanks) -> Iterator[Callable[[], Scalar]]:
     like, beta2 = work.members.parameters[0], work.group["betas"][1]
     for kind, part in work.members.by_device().items():
-        share: Scalar | None
+        root: Scalar | None
         if work.members.memo["one pass"]:
-            share = ONE_PASS[kind].share_of_mean(part, beta2, elements, work.group["capturable"])
+            root = ONE_PASS[kind].root_of_mean(part, beta2, elements, work.group["capturable"])
         else:
-            share = host.share_of_mean(part, beta2, elements)
+            root = host.root_of_mean(part, beta2, elements)
         if mesh_of(like) is not None:  # a rank that has nothing of any of them asks as the others do
-            number = torch.as_tensor(0.0 if share is None else share, dtype=torch.float64, device=kind)
-            yield over_ranks.ask(number, like)
-        elif share is not None:
-            yield partial(_same, share)
+            number = torch.as_tensor(0.0 if root is None else root, dtype=torch.float64, device=kind)
+            yield partial(_root, over_ranks.ask(number.square(), like))
+        elif root is not None:
+            yield partial(_same, root)
 
 
-def _same(share: Scalar) -> Scalar:
-    return share
+def _root(number: Callable[[], Tensor]) -> Tensor:
+    return number().sqrt()
+
+
+def _same(number: Scalar) -> Scalar:
+    return number
