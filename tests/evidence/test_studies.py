@@ -3,10 +3,12 @@
 import math
 
 import pytest
+import torch
 
 from paceline.experiments.config import ConfigError
 from paceline.experiments.evidence import studies, tables
 from paceline.experiments.evidence.studies import CPU, GPU, STUDIES, together
+from paceline.experiments.methods import make_optimizer
 from paceline.experiments.paper.lines import Result
 
 ADAMW, FREE, PACE = studies.ADAMW, studies.FREE, studies.PACE
@@ -42,6 +44,14 @@ def test_the_same_name_is_the_same_run_in_every_study(room):
                 one.run.steps,
             )
     assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("room", [GPU, CPU])
+def test_every_optimizer_can_be_made(room):
+    """One that is refused would be so on the day of the runs."""
+    made = {one.run.optimizer: one.run for trials in all_trials(room).values() for one in trials.values()}
+    for run in made.values():
+        make_optimizer(run, torch.nn.Linear(2, 2))
 
 
 def test_methods_are_tried_equally_often():

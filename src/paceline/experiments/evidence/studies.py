@@ -128,7 +128,7 @@ _DEFAULT: Setting = (DEFAULT, "as it is", "pace:betas=(0.9,0.999),weight_decay=0
 _DOUBLE: Setting = (
     PACE,
     "the default's gain, strength 30",
-    "pace:pullback_strength=30,betas=(0.9,0.999),weight_decay=0.01",
+    "pace:gain=scaled,pullback_strength=30,betas=(0.9,0.999),weight_decay=0.01",
 )
 PAPER = _pace(3e-3, 0.5)
 PLAIN = _adamw(0.01, 0.999)
