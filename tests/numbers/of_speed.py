@@ -1,5 +1,6 @@
 """Numbers in sentences of pages about time, memory, theory and the commands, and what README says of them."""
 
+import math
 from functools import cache
 from statistics import fmean, median, stdev
 
@@ -91,7 +92,7 @@ def storage_page():
     in_one_pass = [
         row["bandwidth"]
         for (model, name), row in steps().items()
-        if model != "small" and name.startswith("PACE, fused") and not name.endswith("on the host")
+        if model != "small" and name.startswith("PACE, fused") and not name.endswith(("host", "graph"))
     ]
     assert all(
         f"{1 - steps()[model, 'AdamW, fused']['bandwidth']:.1f}" == "0.2" for model in ("gpt2", "llama-1.7b")
@@ -247,7 +248,7 @@ def cost_page():
     rest += [abs(e) for at, e in ours.items() if at != short]
     return [
         f"GPU-hours (of {cost(usual('70b', 1024, adamw)).gpu_hours(BUDGET) / 1e6:.1f} million)",
-        f"({walls[0]:.0f} to {walls[1]:.0f} ms for the 148 tensors of GPT-2)",
+        f"(under {math.ceil(max(walls))} ms for the 148 tensors of GPT-2)",
         f"does not fit into {100 * estimate.ROOM:.0f} % of an H200's {H200.memory / 1e9:.0f} GB",
         f"({100 * (1 - estimate.ROOM):.0f} % of memory are left for them)",
         f"the fullest GPU has {fullest:.1f} times the mean",

@@ -16,7 +16,7 @@ BLOCK = 128
 
 FUSED_ADAMW = 0.81
 """Share of copying's bandwidth that torch's fused AdamW reaches on an H200: .80 and .82
-(records/2026-11-16-step-h200.json)."""
+(records/2026-11-17-step-h200.json)."""
 FUSED_PACE = 0.96
 """The same of PACE's kernel (.90 to .99, the least with int8 and two averages)."""
 FOREACH = 0.80
