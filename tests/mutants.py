@@ -347,8 +347,8 @@ RULE = [
     Mutant(
         "rule-pull-at-lr-0",
         "rule.py",
-        "if recipe.pullback_strength == 0 or (not isinstance(lr, Tensor) and lr == 0):",
-        "if recipe.pullback_strength == 0:",
+        "return recipe.pullback_strength != 0 and (isinstance(recipe.lr, Tensor) or recipe.lr != 0)",
+        "return recipe.pullback_strength != 0",
         (_LR_0,),
     ),
     Mutant(
