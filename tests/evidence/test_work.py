@@ -22,11 +22,13 @@ def test_a_study_from_its_runs_to_its_table_and_what_records_have_is_not_done_ag
     assert main([*words, "--out", str(tmp_path / "runs"), "--keep", str(kept)]) == 0
     lines = {line["name"]: line for line in map(json.loads, kept.read_text().splitlines())}
     assert lines.keys() == {one.name for one in gpt2(CPU)}
-    assert not list((tmp_path / "runs").glob("cells/*/checkpoints/*")), "nothing goes on from them any more"
+    assert not list((tmp_path / "runs").glob("cells/*_s2/checkpoints/*")), (
+        "nothing goes on from them any more"
+    )
 
     # Another day: a branch and a run are missing, and the branch needs the run that it goes on from.
     branch, alone = (
-        "gpt2_adamw-b0.9-0.999-w0.01_lr0.002_wsd_20_s1",
+        "gpt2_adamw-b0.9-0.999-w0.01_lr0.002_wsd_20_s2",
         "gpt2_pace-b0.9-0.999-w0.01_lr0.002_constant_20_s1",
     )
     kept.write_text(
@@ -35,14 +37,14 @@ def test_a_study_from_its_runs_to_its_table_and_what_records_have_is_not_done_ag
     capsys.readouterr()
     again = [*words, "--records", str(kept), "--out", str(tmp_path / "other"), "--keep", str(more)]
     assert main(again) == 0
-    assert "gpt2: 3 of 6 runs to do" in capsys.readouterr().out
+    assert "gpt2: 3 of 9 runs to do" in capsys.readouterr().out
     done = {line["name"]: line for line in map(json.loads, more.read_text().splitlines())}
     assert done.keys() == {branch, branch.replace("wsd", "constant"), alone}
     assert all(done[name]["evaluations"] == lines[name]["evaluations"] for name in done)
 
     tables = claims.tables(CPU, read([kept, more]))
     live = lines[branch]["evaluations"][-1][1]["live"]
-    assert f"| AdamW, wsd | {live:.3f} |" in tables["gpt2"]() and tables["gpt2"]().count("\n| ") == 7
+    assert f"| AdamW, wsd | 2 | {live:.3f} |" in tables["gpt2"]() and tables["gpt2"]().count("\n| ") == 10
     assert "settings are chosen from runs of which 36 are not done" in tables["basin"]()
 
 

@@ -355,9 +355,10 @@ def fine_tuning_basin(room: Room, results: Mapping[str, Result]) -> Iterator[Tri
 
 
 def gpt2(room: Room) -> Iterator[Trial]:
-    """GPT-2 124M at the paper's learning rate, κ and c."""
-    for setting, schedule in product((PLAIN, PAPER, _DEFAULT), ("constant", "wsd")):
-        yield trial("gpt2", room.gpt2, setting, GPT2_RATE, schedule)
+    """GPT-2 124M at the paper's learning rate, κ and c; of the second seed decayed branches too."""
+    schedules = (("constant", SEED), ("constant", SEEDS[0]), ("wsd", SEEDS[0]))
+    for setting, (schedule, seed) in product((PLAIN, PAPER, _DEFAULT), schedules):
+        yield trial("gpt2", room.gpt2, setting, GPT2_RATE, schedule, seed)
 
 
 Study = Callable[[Room, Mapping[str, Result]], Iterator[Trial]]

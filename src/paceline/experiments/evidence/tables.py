@@ -314,8 +314,8 @@ def gpt2_table(room: Room, results: Results) -> str:
         if one.name in results:
             losses = results[one.name].evaluations[-1][1]
             cells = [f"{loss:.3f}" if (loss := losses.get(view)) is not None else "" for view in _COLUMNS]
-            body.append([f"{one.method}, {one.schedule}", *cells])
-    return markdown(["", *map(words_of, _COLUMNS)], body)
+            body.append([f"{one.method}, {one.schedule}", str(one.seed), *cells])
+    return markdown(["", "seed", *map(words_of, _COLUMNS)], body)
 
 
 def _view(power: float) -> str:
