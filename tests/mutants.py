@@ -140,8 +140,8 @@ RULE = [
     Mutant(
         "rule-paper-gain-infinite",
         "rule.py",
-        "else min(float(numerator), limit)",
-        "else numerator",
+        "return min(float(numerator), limit)",
+        "return numerator",
         (f"{_FAULTS}::test_an_infinite_strength_stays_finite_where_the_second_moment_overflows",),
     ),
     Mutant(
@@ -1286,6 +1286,20 @@ PACE = [
         "        tl.store(done, 0)\n",
         "",
         (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
+    ),
+    Mutant(
+        "fused-numbers-of-the-default-precision",
+        "fused.py",
+        "kernel.NUMBERS.value), dtype=torch.float32, device",
+        "kernel.NUMBERS.value), device",
+        (f"{_FUSED}::test_the_default_precision_makes_no_difference",),
+    ),
+    Mutant(
+        "rule-numerator-of-fewer-digits",
+        "rule.py",
+        "if torch.finfo(numerator.dtype).max < limit:",
+        "if torch.finfo(numerator.dtype).max > limit:",
+        (f"{_FUSED}::test_a_group_of_float64_beside_it_that_begins_late",),
     ),
     Mutant(
         "fused-numbers-of-the-other-moment",

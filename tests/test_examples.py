@@ -32,8 +32,16 @@ EXPECTED = {
 }
 
 
+# What they show is in tests/integrations too; here it is half a minute of imports each.
+LONG = {"huggingface.py", "trl_sft.py"}
+PATHS = [
+    pytest.param(path, id=path.name, marks=pytest.mark.long if path.name in LONG else ())
+    for path in sorted(EXAMPLES.glob("*.py"))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PATHS)
 def test_example(path, tmp_path):
     launcher, holds = EXPECTED[path.name]
     assert len(path.read_text().splitlines()) < 80

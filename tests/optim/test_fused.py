@@ -321,7 +321,7 @@ def test_sums_of_many_chunks_and_of_many_tensors(bad, counted, monkeypatch):
     fused._segments.cache_clear()
     shapes = [(9000,), (5,), (130,), (3, 3), (2000,), (1,)]  # of 1,024 elements or 128: up to 71 sums
     if not CUDA:
-        shapes[0] = (900,)
+        shapes[0], shapes[4] = (900,), (600,)
     found = []
     for settings in ({"fused": True, "capturable": counted == "device"}, {"foreach": False}):
         parameters, steps = parameters_of(shapes=shapes), gradients_of(4, shapes)
@@ -703,6 +703,46 @@ def test_numbers_that_are_found_on_the_device(name, lr, monkeypatch):
         if not at.pulling:
             expected = expected._replace(numerator=0.0)
         assert row == pytest.approx([*expected, float(count == 1)], rel=1.2e-7, abs=0)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("settings", [{}, {"capturable": True}, {"max_grad_norm": 1.0}])
+def test_the_default_precision_makes_no_difference(settings, default, monkeypatch):
+    """What is handed to the kernel is of the precision that it was compiled for, also inside of torch's
+    set_default_dtype."""
+    monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
+    ends = []
+    for dtype in (torch.float32, default):
+        parameters, steps = parameters_of(shapes=[(40,)]), gradients_of(3, [(40,)])
+        optimizer = PACE(parameters, lr=1e-2, fused=True, **settings)
+        torch.set_default_dtype(dtype)
+        try:
+            advance(optimizer, parameters, steps)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        ends.append(everything(optimizer))
+    assert_same_bits(*ends)
+
+
+def test_a_group_of_float64_beside_it_that_begins_late():
+    """Of the scale that is found on the device it takes the same digits."""
+    ends = []
+    for first in ({"fused": True}, {"foreach": True}):
+        one, late = parameters_of(shapes=[(40,)])[0], parameters_of(torch.float64, [(5,)])[0]
+        optimizer = PACE([{"params": [one], **first}, {"params": [late], "foreach": True}], lr=1e-2)
+        for t, (grad, other) in enumerate(gradients_of(4, [(40,), (5,)])):
+            set_gradients([one, late], [grad.float(), other.double() if t > 1 else None])
+            optimizer.step()
+        ends.append(late.detach())
+    assert torch.allclose(*ends, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("every", [np.int64(2), np.int32(3)])
+def test_a_number_of_numpy(every):
+    parameters = parameters_of()
+    optimizer = PACE(parameters, lr=1e-2, fused=True, capturable=True, update_every=every)
+    advance(optimizer, parameters, gradients_of(2))
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

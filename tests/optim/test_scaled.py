@@ -57,6 +57,22 @@ def test_the_scale_is_that_of_all_groups_and_of_those_that_take_part(foreach):
         assert np.abs(parameter.detach().numpy() - reference.live).max() <= 1e-12
 
 
+@pytest.mark.parametrize("foreach", [*PATHS, None])
+@pytest.mark.parametrize("in_one_group", [True, False])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_precisions_of_any_order_have_one_scale(dtypes, in_one_group, foreach):
+    parameters = [p.detach().to(dtype).requires_grad_() for p, dtype in zip(make_parameters(), dtypes)]
+    references = [Reference(p.detach().double().numpy(), lr=1e-2, **SCALED) for p in parameters]
+    groups = parameters if in_one_group else [{"params": [parameter]} for parameter in parameters]
+    optimizer = PACE(groups, lr=1e-2, foreach=foreach, **SCALED)
+    for step in make_gradients(5):
+        given = [gradient.to(dtype) for gradient, dtype in zip(step, dtypes)]
+        advance(optimizer, parameters, [given])
+        step_model(references, [gradient.double().numpy() for gradient in given])
+    for parameter, reference in zip(parameters, references, strict=True):
+        assert np.abs(parameter.detach().numpy() - reference.live).max() <= 3e-6
+
+
 @pytest.mark.parametrize("foreach", PATHS)
 def test_pullback_of_adamw_is_the_same_to_the_bit(foreach):
     ours, theirs, steps = make_parameters(), make_parameters(), make_gradients(20)

@@ -176,14 +176,14 @@ class _Launch:
         self._chunks = _chunks(self._device, self._sizes, self._block)
         # Where warps take the largest of blocks of int8, they sum up those too, and none waits for another.
         self._parts = self._block // BLOCK if self._stored == torch.int8 else 1
-        self._sums = torch.empty((len(self._chunks), self._parts), device=self._device)
+        self._sums = torch.empty((len(self._chunks), self._parts), dtype=torch.float32, device=self._device)
         self._segments = _segments(self._device, self._sizes, self._block, self._parts)
         self._totals = torch.empty(len(self._segments.places), dtype=torch.float64, device=self._device)
         self._arrived = torch.zeros((), dtype=torch.int32, device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
         self._sent: array[int] = array("q")
         self._grads_aligned = False
-        self._one = torch.ones((), device=self._device)
+        self._one = torch.ones((), dtype=torch.float32, device=self._device)
         ages = [slot.step.data_ptr() if slot.step.device == self._device else 0 for slot in self._slots]
         self._counts = torch.tensor(ages, dtype=torch.int64).to(self._device)
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
@@ -286,10 +286,10 @@ class _Launch:
         from paceline.optim import kernel
 
         tensors, lr = len(self.places), recipe.lr
-        table = torch.empty((tensors, kernel.NUMBERS.value), device=self._device)
+        table = torch.empty((tensors, kernel.NUMBERS.value), dtype=torch.float32, device=self._device)
         ages = torch.empty(tensors, dtype=torch.int64, device=self._device)
         there = lr.to(self._device) if isinstance(lr, Tensor) and is_on_gpu(lr) else None
-        every = min(recipe.update_every, 2**31 - 1)
+        every = int(min(recipe.update_every, 2**31 - 1))  # also of NumPy, which Triton does not take
         own = self._counts, self._one if there is None else there, table, ages, tensors, every
         arguments = *own, count, *steady_of(recipe)
         constants = {
@@ -303,13 +303,13 @@ class _Launch:
         """On the device; to read it here would be to wait for all that was asked before."""
         if isinstance(number, Tensor):
             return number.to(self._device, torch.float32)
-        return self._one if number == 1 else torch.full((), number, device=self._device)
+        return self._one if number == 1 else torch.full_like(self._one, number)
 
     def sums_of_gradients(self) -> Tensor:
         """(2,) float64: the sum of squares, and 0 or NaN."""
         from paceline.optim import kernel
 
-        sums = torch.empty((2, len(self._chunks)), device=self._device)
+        sums = torch.empty((2, len(self._chunks)), dtype=torch.float32, device=self._device)
         constants = {"GRAD": self._grad_dtype, "ALIGNED": self._grads_aligned, "BLOCK": self._block}
         self._run(
             kernel.squares, len(self._chunks), (self._table, self._grads, self._chunks, sums), constants

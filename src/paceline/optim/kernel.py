@@ -396,7 +396,7 @@ def _ages(counts, tensors, there):
     return tl.load(at, mask=there, other=1.0)
 
 
-@triton.jit(do_not_specialize=["tensors", "every"])  # one kernel for all of them
+@triton.jit(do_not_specialize=["lr_at", "tensors", "every"])  # one kernel for all of them
 def numbers(
     counts,  # (tensors,) int64: addresses of float64, how old each is, if ON_DEVICE; otherwise `count`
     lr_at,  # () of dtype LR: instead of lr, if it is on the device
@@ -454,5 +454,6 @@ def numbers(
 @triton.jit
 def _rate_and_keep(t, power, offset, scale, moving):
     """`averaging_rate` of rule.py, 0 where averages rest, and 1 less it in float32, as `shares` has it."""
-    rate = tl.where(moving, tl.exp(-power * tl.log(offset + scale * t)), 0.0)
+    rate = tl.where(power == 0.0, 1.0, tl.exp(-power * tl.log(offset + scale * t)))  # also where that is inf
+    rate = tl.where(moving, rate, 0.0)
     return rate, (1.0 - rate).to(tl.float32)

@@ -113,7 +113,10 @@ def _square(number: Scalar) -> Scalar:
 def _sum(parts: list[Scalar]) -> Scalar:
     total = parts[0] if parts else 0.0
     for part in parts[1:]:
-        total = total + (part.to(total) if isinstance(part, Tensor) and isinstance(total, Tensor) else part)
+        # Not of its precision: one of float64 may follow one of float32.
+        if isinstance(part, Tensor) and isinstance(total, Tensor):
+            part = part.to(total.device)
+        total = total + part
     return total
 
 

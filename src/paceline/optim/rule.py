@@ -70,7 +70,11 @@ def numerator_of(gain: Gain, terms: Terms) -> Scalar:
     """Finite also for c = inf: inf · 0 would be NaN where v̂ has overflowed. The gain is clipped anyway."""
     numerator = NUMERATORS[gain](terms.lr, terms.strength, terms.scale)
     limit = torch.finfo(terms.denominator.dtype).max
-    return numerator.clamp(max=limit) if isinstance(numerator, Tensor) else min(float(numerator), limit)
+    if not isinstance(numerator, Tensor):
+        return min(float(numerator), limit)
+    if torch.finfo(numerator.dtype).max < limit:  # of a model of several precisions
+        numerator = numerator.to(terms.denominator.dtype)
+    return numerator.clamp(max=limit)
 
 
 def _over_denominator(gain: Gain, terms: Terms) -> Tensor:
