@@ -194,8 +194,8 @@ class Ranks:
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
             called = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
         called.register_comm_hook(None, lambda state, bucket: _summed(bucket))
-        # Attributes go in this order. Were DDP's reducer the last to let go of the group, it would wait for the
-        # group's threads with Python's lock, which one of them may wait for; Python itself gives it up first.
+        # Attributes go in this order. Were DDP's reducer the last to let go of the group, it would wait for
+        # the group's threads and keep Python's lock, which one of them may want; Python gives that up first.
         called.group_to_the_end = called.process_group  # type: ignore[assignment]
         return model, called
 
