@@ -51,7 +51,7 @@ def test_every_optimizer_can_be_made(room):
     """One that is refused would be so on the day of the runs."""
     made = {one.run.optimizer: one.run for trials in all_trials(room).values() for one in trials.values()}
     for run in made.values():
-        make_optimizer(run, torch.nn.Linear(2, 2))
+        assert make_optimizer(run, torch.nn.Linear(2, 2)).param_groups[0]["lr"] == run.lr
 
 
 def test_methods_are_tried_equally_often():
