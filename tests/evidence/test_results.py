@@ -133,6 +133,16 @@ def test_lines_of_figures_are_the_losses():
     ] * 2
 
 
+def test_a_run_that_is_missing_leaves_its_place_empty():
+    results = everything(GPU, lambda one, view: 3.0 + one.lr)
+    missing = [one.name for one in studies.batch(GPU) if one.method == DEFAULT and one.lr == 1e-3]
+    results = {name: result for name, result in results.items() if name not in missing}
+    for plot in figures.batch(GPU, results).rows[0]:
+        (line,) = [line for line in plot.lines if line.label == "PACE, default: what it returns"]
+        assert line.y[0] is None and list(line.y[1:]) == pytest.approx([3.002, 3.004, 3.008])
+        assert len(line.x) == len(plot.ticks) == len(studies.BATCH_RATES)
+
+
 def test_a_diverged_run_is_drawn_as_one():
     results = everything(GPU, lambda one, view: math.inf if one.lr == 3e-2 else 3.0)
     (line,) = [line for line in figures.basin(GPU, results).rows[0][0].lines if line.label == "AdamW: live"]

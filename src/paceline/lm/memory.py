@@ -16,7 +16,8 @@ def explain_memory(error: BaseException) -> str | None:
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
         free = re.search(r"of which ([\d.]+ \w+) is free", text)
         needed = f"{asked[1]} more were needed" if asked else "more was needed"
-        return f"the GPU's memory is full: {needed}{f', {free[1]} are free' if free else ''}; {_HELP}"
+        left = f", {free[1]} are free" if free else ""
+        return f"the GPU's memory is full: {needed}{left}; {_HELP}, and so do fewer runs on it at once"
     asked = re.search(r"(?:you tried to allocate|unable to mmap) (\d+) bytes", text)
     if isinstance(error, MemoryError) or asked or "Cannot allocate memory" in text:
         needed = f"{int(asked[1]):,} bytes more were needed" if asked else "more was needed"

@@ -14,7 +14,7 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 Runs = dict[tuple[str, float], list[Mapping[str, float]]]
 
 STORAGES = ("float32", "bfloat16", "int8")
-STEPS = {"H200": "2026-11-17-step-h200", "CPU": "2026-11-17-step-cpu", "small": "2026-11-16-step-small-h200"}
+STEPS = {"H200": "2026-11-17-step-h200", "CPU": "2026-11-17-step-cpu", "small": "2026-11-17-step-small-h200"}
 """Records of `paceline bench`."""
 
 

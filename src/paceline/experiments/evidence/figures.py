@@ -33,27 +33,6 @@ def all_figures(room: Room, results: Results, folder: Path) -> list[Path]:
 # --- Over learning rates --------------------------------------------------------------------------------
 
 
-def _over_rates(title: str, rows: Sequence[Row]) -> Plot:
-    rates = sorted({lr for row in rows for lr in row.rates})
-    lines = []
-    for row in told_apart(rows):
-        means = [row.mean(lr) for lr in rates]
-        lines.append(
-            Line(
-                label=_label(row),
-                look=_look(row),
-                x=range(len(rates)),
-                y=[None if mean is None else mean.loss for mean in means],
-                spread=[0.0 if mean is None or mean.error is None else mean.error for mean in means],
-                thin=row.view not in ("live", "average"),
-            )
-        )
-    return Plot(
-        title=title, lines=tuple(lines), x_label="learning rate", y_label=LOSS,
-        ticks=tuple(f"{lr:g}" for lr in rates), own_legend=True,
-    )  # fmt: skip
-
-
 def _label(row: Row) -> str:
     if row.method == FREE:
         return FREE
@@ -66,6 +45,32 @@ def _look(row: Row) -> Look:
     own = row.view in ("live", "average")
     look = of_method((_OWN if own else _BESIDE)[row.method])
     return look if own or row.method == ADAMW else replace(look, dashes=(1.0, 2.0))
+
+
+def _over_rates(
+    title: str,
+    rows: Sequence[Row],
+    label: Callable[[Row], str] = _label,
+    look: Callable[[Row], Look] = _look,
+) -> Plot:
+    rates = sorted({lr for row in rows for lr in row.rates})
+    lines = []
+    for row in told_apart(rows):
+        means = [row.mean(lr) for lr in rates]
+        lines.append(
+            Line(
+                label=label(row),
+                look=look(row),
+                x=range(len(rates)),
+                y=[None if mean is None else mean.loss for mean in means],
+                spread=[0.0 if mean is None or mean.error is None else mean.error for mean in means],
+                thin=row.view not in ("live", "average"),
+            )
+        )
+    return Plot(
+        title=title, lines=tuple(lines), x_label="learning rate", y_label=LOSS,
+        ticks=tuple(f"{lr:g}" for lr in rates), own_legend=True,
+    )  # fmt: skip
 
 
 def _basin(title: str, subtitle: str, trials: Iterable[Trial], results: Results) -> Sheet:
@@ -98,17 +103,19 @@ def batch(room: Room, results: Results) -> Sheet:
         rows = rows_of([one for one in trials if one.batch == factor], results)
         named = {row.setting: row for row in rows if row.view in ("live", "average")}
         best = [row for row in rows if row.view not in ("live", "average") and row.method == ADAMW]
-        lines = []
-        for row in (*named.values(), *best):
-            strengths = [one for one in named if one.startswith("c ")]
-            look = of_order(strengths.index(row.setting), 3) if row.setting in strengths else _look(row)
-            label = f"PACE {row.setting}" if row.method == PACE else _label(row)
-            lines.append(replace(_over_rates("", [row]).lines[0], look=look, label=label))
-        shown = _over_rates(f"{factor} times the batch", [*named.values(), *best])
-        plots.append(replace(shown, lines=tuple(lines)))
+        strengths = [one for one in named if one.startswith("c ")]
+
+        def label(row: Row) -> str:
+            return f"PACE {row.setting}" if row.method == PACE else _label(row)
+
+        def look(row: Row, strengths: list[str] = strengths) -> Look:
+            return of_order(strengths.index(row.setting), 3) if row.method == PACE else _look(row)
+
+        plots.append(_over_rates(f"{factor} times the batch", [*named.values(), *best], label, look))
     return Sheet(
-        title="Larger batches, as many tokens", subtitle=_of(room.pretraining), rows=(tuple(plots),), notes=()
-    )
+        title="Larger batches, as many tokens", subtitle=_of(room.pretraining), rows=(tuple(plots),),
+        notes=("With a larger batch as many times fewer steps; one seed.",),
+    )  # fmt: skip
 
 
 # --- Over strengths -------------------------------------------------------------------------------------
