@@ -37,7 +37,8 @@ CONTENDERS = {
 
 def warm(shapes: list[tuple[int, ...]], device: str) -> PACE:
     """An optimizer that has taken two steps, probed, as first ones allocate."""
-    optimizer = PACE(make_parameters(shapes, device), foreach=True)
+    # On a GPU the pass that takes the step tells of it; on a CPU copies are taken.
+    optimizer = PACE(make_parameters(shapes, device), foreach=None if device == "cuda" else True)
     with probe(optimizer, every=1):
         optimizer.step()
         optimizer.step()

@@ -37,6 +37,7 @@ _STATE = "tests/optim/test_state.py"
 _LOADING = "tests/optim/test_loading.py"
 _HOST = "tests/optim/test_host.py"
 _FUSED = "tests/optim/test_fused.py"
+_TELLING = "tests/optim/test_told.py"
 _LOOK = "tests/optim/test_look.py::test_it_is_there"
 _CHECKPOINTS = "tests/optim/test_checkpoints.py"
 _WEIGHTS = "tests/optim/test_weights.py"
@@ -1268,21 +1269,21 @@ PACE = [
     ),
     Mutant(
         "fused-mean-of-tensors-that-are-not-finite",
-        "kernel.py",
+        "kernel_before.py",
         "tl.where((energy - energy == 0.0) & (energy > 0.0), energy, 0.0)",
         "energy",
         (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
     ),
     Mutant(
         "fused-mean-before-the-last-arrives",
-        "kernel.py",
+        "kernel_before.py",
         'sem="acq_rel") == tl.num_programs(0) - 1:',
         'sem="acq_rel") == tl.num_programs(0) - 2:',
         (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
     ),
     Mutant(
         "fused-mean-never-begins-again",
-        "kernel.py",
+        "kernel_before.py",
         "        tl.store(done, 0)\n",
         "",
         (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
@@ -1303,42 +1304,42 @@ PACE = [
     ),
     Mutant(
         "fused-numbers-of-the-other-moment",
-        "kernel.py",
+        "kernel_before.py",
         "(-eta / (1.0 - tl.exp(log_beta1 * t)))",
         "(-eta / (1.0 - tl.exp(log_beta2 * t)))",
         (f"{_FUSED}::test_numbers_that_are_found_on_the_device",),
     ),
     Mutant(
         "fused-numbers-of-steps-that-rest",
-        "kernel.py",
+        "kernel_before.py",
         "moving = t.to(tl.int64) % every == 0",
         "moving = t.to(tl.int64) % every < every",
         (f"{_FUSED}::test_numbers_that_are_found_on_the_device",),
     ),
     Mutant(
         "fused-numbers-keep-the-whole-average",
-        "kernel.py",
+        "kernel_before.py",
         "return rate, (1.0 - rate).to(tl.float32)",
         "return rate, (1.0 - 0.5 * rate).to(tl.float32)",
         (f"{_FUSED}::test_numbers_that_are_found_on_the_device",),
     ),
     Mutant(
         "fused-numbers-pull-where-lr-is-0",
-        "kernel.py",
+        "kernel_before.py",
         "tl.where(moving & (eta != 0.0), numerator, 0.0)",
         "tl.where(moving, numerator, 0.0)",
         (f"{_FUSED}::test_numbers_that_are_found_on_the_device",),
     ),
     Mutant(
         "fused-segments-but-the-first-left-out",
-        "fused.py",
+        "chunking.py",
         "for at in range(first, last, WIDTH)]",
         "for at in range(first, min(last, first + 1), WIDTH)]",
         (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
     ),
     Mutant(
         "fused-mean-of-the-first-block-of-tensors",
-        "kernel.py",
+        "kernel_before.py",
         "for block in range(BLOCKS):",
         "for block in range(1):",
         (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
@@ -3223,10 +3224,80 @@ KEPT = [
     ),
     Mutant(
         "kernel-huge-gradients-are-bad",
-        "kernel.py",
+        "kernel_before.py",
         "tl.sum(grad * 0.0))",
         "tl.sum(grad * grad * 0.0))",
         (f"{_FUSED}::test_a_step_is_skipped_on_the_device",),
+    ),
+    Mutant(
+        "kernel-tells-of-a-saturation-below-the-limit",
+        "kernel.py",
+        "at_limit = (gains >= limit)",
+        "at_limit = (gains > limit)",
+        (f"{_TELLING}::test_what_is_told_is_what_copies_show",),
+    ),
+    Mutant(
+        "kernel-tells-of-the-whole-step",
+        "kernel.py",
+        "- before - pull\n",
+        "- before\n",
+        (f"{_TELLING}::test_what_is_told_is_what_copies_show",),
+    ),
+    Mutant(
+        "kernel-tells-of-the-gap-after-it",
+        "kernel.py",
+        "gap = average - before\n",
+        "gap = average - before + grad\n",
+        (f"{_TELLING}::test_what_is_told_is_what_copies_show",),
+    ),
+    Mutant(
+        "kernel-tells-of-a-gradient-that-is-clipped",
+        "kernel.py",
+        "tl.sum(given * given)",
+        "tl.sum(grad * grad)",
+        (f"{_TELLING}::test_of_other_gradients_and_moments",),
+    ),
+    Mutant(
+        "kernel-tells-of-what-is-not-there",
+        "kernel.py",
+        "inside = offsets < (count - first if MASKED else BLOCK)",
+        "inside = offsets < BLOCK",
+        (f"{_TELLING}::test_what_is_told_is_what_copies_show",),
+    ),
+    Mutant(
+        "kernel-picks-other-elements",
+        "kernel.py",
+        "inside & (places % stride == 0)",
+        "inside & (places % stride == 1)",
+        (f"{_TELLING}::test_of_tensors_that_are_sampled",),
+    ),
+    Mutant(
+        "told-samples-begin-at-0",
+        "told.py",
+        "starts = accumulate(counts, initial=0)",
+        "starts = [0] * len(counts)",
+        (f"{_TELLING}::test_of_tensors_that_are_sampled",),
+    ),
+    Mutant(
+        "pace-tells-again-and-again",
+        "pace.py",
+        "tell, self.telling = self.telling, None",
+        "tell = self.telling",
+        (f"{_TELLING}::test_a_step_that_fails_or_is_skipped_tells_nothing",),
+    ),
+    Mutant(
+        "probe-takes-the-ear-of-another",
+        "probes.py",
+        "{} if optimizer.telling is None else optimizer.telling",
+        "{}",
+        (f"{_TELLING}::test_two_probes_hear_the_same",),
+    ),
+    Mutant(
+        "fused-tells-without-resting-averages",
+        "fused.py",
+        "if self._stored != torch.float32 or tell:",
+        "if self._stored != torch.float32:",
+        (f"{_TELLING}::test_what_is_told_is_what_copies_show",),
     ),
     Mutant(
         "members-count-skipped-steps",

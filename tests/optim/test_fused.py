@@ -26,7 +26,7 @@ from problems import (
 from reference import distances, of_the_same_state, step_model
 
 from paceline import PACE, averaged_weights
-from paceline.optim import fused, work
+from paceline.optim import chunking, fused, work
 from paceline.optim.onepass import numbers_of
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import at_count
@@ -316,9 +316,9 @@ def test_sums_of_many_chunks_and_of_many_tensors(bad, counted, monkeypatch):
     """Cut into more segments and blocks than a test has sums for. One bad element: a whole tensor is left
     out, also what other segments have of it."""
     monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
-    monkeypatch.setattr(fused, "WIDTH", 2)
-    monkeypatch.setattr(fused, "TOTALS", 8)
-    fused._segments.cache_clear()
+    monkeypatch.setattr(chunking, "WIDTH", 2)
+    monkeypatch.setattr(chunking, "TOTALS", 8)
+    chunking.segments.cache_clear()
     shapes = [(9000,), (5,), (130,), (3, 3), (2000,), (1,)]  # of 1,024 elements or 128: up to 71 sums
     if not CUDA:
         shapes[0], shapes[4] = (900,), (600,)
@@ -333,7 +333,7 @@ def test_sums_of_many_chunks_and_of_many_tensors(bad, counted, monkeypatch):
             optimizer.state[parameters[0]]["exp_avg_sq"][3] = bad
         advance(optimizer, parameters, steps[2:])
         found.append(parameters)
-    fused._segments.cache_clear()
+    chunking.segments.cache_clear()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
@@ -622,7 +622,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paceline.optim import kernel
+from paceline.optim import kernel, kernel_before
 
 names = kernel.step.arg_names
 # Six arrays, two loads of four float32 each; residuals in bfloat16 take one, those in int8 a narrower one.
@@ -635,31 +635,33 @@ for of, stored, rounding, wide in (
     (tl.bfloat16, tl.float32, "master", 3 + 4 * 2),
 ):
     settings = {"OF": of, "GRAD": of, "STORAGE": stored, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2}
-    settings |= {"SUMS": 1, "ON_DEVICE": False, "ALIGNED": True, "GRAD_ALIGNED": True}
+    settings |= {"SUMS": 1, "TELL": False, "ON_DEVICE": False, "ALIGNED": True, "GRAD_ALIGNED": True}
     settings |= {"MOMENTS": tl.float32 if rounding == "master" else of, "MOMENTUM": True}
     settings |= {"ROUNDING": rounding, "BLOCK": 1024, "FACTOR": True, "SKIP": True}
     types = dict.fromkeys(names, "fp32") | dict.fromkeys(("table", "grads", "chunks"), "*i64")
-    pointers = dict.fromkeys(("factor", "skip", "sums", "numbers"), "*fp32")
-    types |= pointers | {"scale": "*fp32", "ages": "*i64", "t": "i64"}
+    pointers = dict.fromkeys(("factor", "skip", "sums", "numbers", "told", "sample"), "*fp32")
+    types |= pointers | {"scale": "*fp32", "ages": "*i64", "picked": "*i64", "t": "i64"}
     types |= dict.fromkeys(settings, "constexpr")
-    source = ASTSource(kernel.step, types, {(names.index(k),): v for k, v in settings.items()})
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    for tell in (True, False):
+        settings["TELL"] = tell
+        source = ASTSource(kernel.step, types, {(names.index(k),): v for k, v in settings.items()})
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert len(re.findall(r"ld\\.global\\.v4\\.b32", code)) == wide, code
 
 types = {"sums": "*fp32", "segments": "*i64", "found": "*fp64", "done": "*i32", "starts": "*i64"}
 types |= {"result": "*fp32", "counts": "*i64", "lr_at": "*fp32", "table": "*fp32", "ages": "*i64"}
 types |= {"tensors": "i32", "every": "i32"}
 for function, settings in (
-    (kernel.mean, {"ON_DEVICE": False, "WIDTH": 8192, "BLOCKS": 2, "TENSORS": 128, "SEGMENTS": 32}),
-    (kernel.mean, {"ON_DEVICE": True, "WIDTH": 8192, "BLOCKS": 1, "TENSORS": 1, "SEGMENTS": 1}),
-    (kernel.numbers, {"ON_DEVICE": False, "LR": tl.float32, "OVER": True, "BLOCK": 32}),
-    (kernel.numbers, {"ON_DEVICE": True, "LR": None, "OVER": False, "BLOCK": 32}),
+    (kernel_before.mean, {"ON_DEVICE": False, "WIDTH": 8192, "BLOCKS": 2, "TENSORS": 128, "SEGMENTS": 32}),
+    (kernel_before.mean, {"ON_DEVICE": True, "WIDTH": 8192, "BLOCKS": 1, "TENSORS": 1, "SEGMENTS": 1}),
+    (kernel_before.numbers, {"ON_DEVICE": False, "LR": tl.float32, "OVER": True, "BLOCK": 32}),
+    (kernel_before.numbers, {"ON_DEVICE": True, "LR": None, "OVER": False, "BLOCK": 32}),
 ):
     names = function.arg_names
     given = {name: types.get(name, "fp64") for name in names} | dict.fromkeys(settings, "constexpr")
     source = ASTSource(function, given, {(names.index(k),): v for k, v in settings.items()})
-    warps = 1 if function is kernel.numbers else 16
+    warps = 1 if function is kernel_before.numbers else 16
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 """
 

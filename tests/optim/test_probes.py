@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline import PACE, Pullback, averaged_weights, reset_average
 from paceline.optim import probes
 from paceline.optim.probes import probe
-from paceline.optim.readings import SAMPLE, Figures, Spread, sample_stride
+from paceline.optim.readings import Figures, Spread
+from paceline.optim.told import SAMPLE, sample_stride
 
 pytestmark = pytest.mark.slow
 

@@ -5,13 +5,14 @@ import sys
 from array import array
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.optim import chunking
+from paceline.optim.chunking import chunks, segments
 from paceline.optim.members import Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
@@ -30,6 +31,7 @@ from paceline.optim.rule import NUMERATORS, Scalar, Slot, at_count, pulls_ever
 from paceline.optim.sharded import local
 from paceline.optim.state import State, scale_key
 from paceline.optim.storage import BLOCK
+from paceline.optim.told import Tell, Teller, Told
 
 TILES = {
     (torch.float32, 1): (1024, 4),
@@ -41,12 +43,6 @@ TILES = {
 }
 """Storage of averages and how many there are → elements and warps of a program, as they are fastest on an
 H200."""
-
-WIDTH = 8192
-"""Sums of chunks that one program adds: no tensor is so large that others wait for it."""
-
-TOTALS = 4096
-"""Sums of those that are added at a time, by one program for all tensors."""
 
 SPARES = 8
 """How many captures there may be between two steps that are not captured."""
@@ -84,14 +80,17 @@ def fused_step_(
     scale: Scalar = 1.0,
     factor: Scalar = 1.0,
     skip: Tensor | None = None,
+    tell: Tell | None = None,
 ) -> None:
     """One step for all members, in place, whose counts are advanced already; `scale` and `factor` as in
-    `pace_step_`. Where `skip`, () on the device, is not 0, nothing changes."""
+    `pace_step_`. Where `skip`, () on the device, is not 0, nothing changes. `tell` gets what was done."""
     counts = _counts(members, recipe.capturable)
     for launch in _launches(members, counts):
         if launch.set_gradients(members.addresses):
             members.memo.setdefault("captured", []).append(launch)
-        launch.step_(counts[launch.places[0]], recipe, scale, factor, skip)
+        told = launch.step_(counts[launch.places[0]], recipe, scale, factor, skip, tell is not None)
+        if tell is not None:
+            tell.update(zip((members.parameters[i] for i in launch.places), told, strict=True))
 
 
 def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
@@ -173,11 +172,11 @@ class _Launch:
             row = row_of(slot)
             rows.append((row[0], *row[2:], *addresses))
         self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
-        self._chunks = _chunks(self._device, self._sizes, self._block)
+        self._chunks = chunks(self._device, self._sizes, self._block)
         # Where warps take the largest of blocks of int8, they sum up those too, and none waits for another.
         self._parts = self._block // BLOCK if self._stored == torch.int8 else 1
         self._sums = torch.empty((len(self._chunks), self._parts), dtype=torch.float32, device=self._device)
-        self._segments = _segments(self._device, self._sizes, self._block, self._parts)
+        self._segments = segments(self._device, self._sizes, self._block, self._parts)
         self._totals = torch.empty(len(self._segments.places), dtype=torch.float64, device=self._device)
         self._arrived = torch.zeros((), dtype=torch.int32, device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
@@ -233,9 +232,16 @@ class _Launch:
         return self._captured[key]
 
     def step_(
-        self, count: float, recipe: Recipe, scale: Scalar, factor: Scalar = 1.0, skip: Tensor | None = None
-    ) -> None:
-        """The step of that count; of NaN, if they are counted on the device."""
+        self,
+        count: float,
+        recipe: Recipe,
+        scale: Scalar,
+        factor: Scalar = 1.0,
+        skip: Tensor | None = None,
+        tell: bool = False,
+    ) -> list[Told]:
+        """The step of that count; of NaN, if they are counted on the device. What it did to each, if it is to
+        tell."""
         from paceline.optim import kernel
 
         on_device = recipe.capturable or is_on_gpu(recipe.lr)
@@ -253,15 +259,19 @@ class _Launch:
             pulls, averages = bool(at.pulling), averages_that_move(self._slots, at)
         pull = "none" if not pulls else "over" if recipe.gain in NUMERATORS else "uniform"
         multiple = self._number(scale) if recipe.gain == "scaled" and pulls else self._one
-        if self._stored != torch.float32:  # what live has beyond an average that rests changes too
+        # What live has beyond an average that rests changes too; and to tell of one is to load it.
+        if self._stored != torch.float32 or tell:
             averages = self._averages
         sums = recipe.gain == "scaled" and recipe.pullback_strength != 0
+        teller = Teller(self._device, self._sizes, self._block) if tell else None
         self._run(
             kernel.step,
             len(self._chunks),
             (
                 self._table, self._grads, self._chunks, multiple, self._number(factor),
-                self._one if skip is None else self._number(skip), self._sums, table, ages, t, *numbers,
+                self._one if skip is None else self._number(skip), self._sums,
+                *(teller.arrays if teller is not None else (self._one, self._grads, self._one)),
+                table, ages, t, *numbers,
             ),
             {
                 "OF": self._dtype, "GRAD": self._grad_dtype, "MOMENTS": self._moments,
@@ -269,7 +279,7 @@ class _Launch:
                 "ROUNDING": recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
                 "STORAGE": self._stored, "PULL": pull,
                 "LOOKAHEAD": recipe.gap == "lookahead" and pull != "none", "AVERAGES": averages,
-                "SUMS": self._parts if sums else 0,
+                "SUMS": self._parts if sums else 0, "TELL": tell,
                 "FACTOR": isinstance(factor, Tensor) or factor != 1, "SKIP": skip is not None,
                 "ON_DEVICE": on_device, "ALIGNED": self._aligned, "GRAD_ALIGNED": self._grads_aligned,
                 "BLOCK": self._block,
@@ -280,10 +290,11 @@ class _Launch:
         if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
+        return [] if teller is None else teller.told()
 
     def _numbers_on_device(self, count: float, recipe: Recipe) -> tuple[Tensor, Tensor]:
         """As `step` of kernel.py takes them: a row for each tensor, and how old each is."""
-        from paceline.optim import kernel
+        from paceline.optim import kernel, kernel_before
 
         tensors, lr = len(self.places), recipe.lr
         table = torch.empty((tensors, kernel.NUMBERS.value), dtype=torch.float32, device=self._device)
@@ -296,7 +307,7 @@ class _Launch:
             "ON_DEVICE": recipe.capturable, "LR": None if there is None else there.dtype,
             "OVER": recipe.gain in NUMERATORS, "BLOCK": 32,
         }  # fmt: skip
-        self._run(kernel.numbers, -(-tensors // 32), arguments, constants, warps=1)
+        self._run(kernel_before.numbers, -(-tensors // 32), arguments, constants, warps=1)
         return table, ages
 
     def _number(self, number: Scalar) -> Tensor:
@@ -307,32 +318,31 @@ class _Launch:
 
     def sums_of_gradients(self) -> Tensor:
         """(2,) float64: the sum of squares, and 0 or NaN."""
-        from paceline.optim import kernel
+        from paceline.optim.kernel_before import squares
 
         sums = torch.empty((2, len(self._chunks)), dtype=torch.float32, device=self._device)
         constants = {"GRAD": self._grad_dtype, "ALIGNED": self._grads_aligned, "BLOCK": self._block}
-        self._run(
-            kernel.squares, len(self._chunks), (self._table, self._grads, self._chunks, sums), constants
-        )
+        self._run(squares, len(self._chunks), (self._table, self._grads, self._chunks, sums), constants)
         return sums.sum(1, dtype=torch.float64)
 
     def root_of_mean(self, beta2: float, count: float, elements: int) -> Tensor:
         """The root of the sum of all v̂ over so many elements, without tensors that have a NaN or Inf: as the
         last step, of that count, left v; of NaN, if they are counted on the device. () float32."""
-        from paceline.optim import kernel
+        from paceline.optim.kernel_before import add_up, mean
 
         anew = math.isnan(count)
         self._found = None if anew else self._versions_now()
         if anew or self._versions is None or self._versions != self._found:
             constants = {"MOMENTS": self._moments, "SUMS": self._parts}
             constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
-            self._run(kernel.add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
+            self._run(add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
         places, starts, shape = self._segments
         result = torch.empty_like(self._one)
         share = 1 / elements if anew else 1 / (elements * (1 - beta2**count))
         own = self._sums, places, self._totals, self._arrived, starts, self._counts
         arguments = *own, log_of(beta2), share, result
-        self._run(kernel.mean, len(places), arguments, {"ON_DEVICE": anew, "WIDTH": WIDTH, **shape}, warps=16)
+        constants = {"ON_DEVICE": anew, "WIDTH": chunking.WIDTH, **shape}
+        self._run(mean, len(places), arguments, constants, warps=16)
         return result
 
     def _run(
@@ -389,46 +399,3 @@ def _type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
-
-
-# What does not depend on addresses is kept by its contents, and found again by another launch.
-
-
-@lru_cache(maxsize=64)
-def _chunks(device: torch.device, sizes: tuple[int, ...], block: int) -> Tensor:
-    """A row for each program: a tensor, and its first element."""
-    counts = torch.tensor([-(-size // block) for size in sizes], dtype=torch.int64)
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    places = torch.arange(len(tensors)) - (counts.cumsum(0) - counts)[tensors]
-    return torch.stack([tensors, places * block], dim=1).to(device)
-
-
-class _Segments(NamedTuple):
-    """Sums of chunks, cut into segments that are added up by a program each."""
-
-    places: Tensor  # (segments, 2) int64: the first of its sums, and that after its last
-    starts: Tensor  # int64: the first segment of each tensor
-    shape: dict[str, int]  # as kernel.mean takes them
-
-
-@lru_cache(maxsize=64)
-def _segments(device: torch.device, sizes: tuple[int, ...], block: int, parts: int) -> _Segments:
-    """Of tensors of these sizes, whose chunks have so many sums each."""
-    places, starts, first = list[tuple[int, int]](), [0], 0
-    for size in sizes:
-        last = first + -(-size // block) * parts
-        places += [(at, min(at + WIDTH, last)) for at in range(first, last, WIDTH)]
-        starts.append(len(places))
-        first = last
-    most = _power_of_2(max(after - before for before, after in pairwise(starts)))
-    at_once = min(max(TOTALS // most, 1), _power_of_2(len(sizes)))
-    blocks = -(-len(sizes) // at_once)
-    starts += [len(places)] * (blocks * at_once - len(sizes))
-    shape = {"BLOCKS": blocks, "TENSORS": at_once, "SEGMENTS": most}
-    there, begins = (torch.tensor(own, dtype=torch.int64).to(device) for own in (places, starts))
-    return _Segments(there, begins, shape)
-
-
-def _power_of_2(number: int) -> int:
-    """The least that is not below it."""
-    return 1 << (number - 1).bit_length()

@@ -11,12 +11,14 @@ import triton.language as tl
 COLUMNS = tl.constexpr(9)
 """Of the table: live, both moments, average, returned, elements, scales of average and of returned, what
 bfloat16 drops of live. Gradients move, and have a table of their own."""
+TOLD = tl.constexpr(8)
+"""What a program tells of its chunk, in the order of told.Sums; lengths squared."""
 NUMBERS = tl.constexpr(16)
 """Of a row of `numbers`: those of onepass.Numbers, and whether it is a first step."""
 
 
 @triton.jit
-def _load(address, first, offsets, count, OF: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+def load(address, first, offsets, count, OF: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
     start = address.to(tl.pointer_type(OF)) + first
     if ALIGNED:
         start = tl.multiple_of(start, 16)
@@ -76,8 +78,8 @@ def _at_random(value, noise):
 def _joined(live_at, rest_at, first, offsets, count, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
     """Weights of which bfloat16 has one half, and the rest the other."""
     # 16 bits, which float32 holds whole.
-    upper = _load(live_at, first, offsets, count, tl.int16, ALIGNED, MASKED).to(tl.int32) << 16
-    rest = _load(rest_at, first, offsets, count, tl.int16, ALIGNED, MASKED).to(tl.int32)
+    upper = load(live_at, first, offsets, count, tl.int16, ALIGNED, MASKED).to(tl.int32) << 16
+    rest = load(rest_at, first, offsets, count, tl.int16, ALIGNED, MASKED).to(tl.int32)
     rest = tl.where(((upper & 0x7FFFFFFF) == 0) & (rest < 0), 0, rest)  # as storage.py says
     return (upper + rest).to(tl.float32, bitcast=True)
 
@@ -101,7 +103,7 @@ def _average_of(
     STORAGE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The average beside these live weights."""
-    kept = _load(address, first, offsets, count, STORAGE, ALIGNED, MASKED)
+    kept = load(address, first, offsets, count, STORAGE, ALIGNED, MASKED)
     if tl.float32 == STORAGE:
         return kept
     if tl.int8 == STORAGE:
@@ -160,12 +162,12 @@ def _moved(average, live, keep, move):
 
 @triton.jit
 def _advance(
-    row, grad_at, first, count, scale, sums, t,
+    row, grad_at, first, count, scale, sums, told, picked, sample, t,
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
     rate, limit, keep, move, keep_returned, move_returned, fresh,
     OF: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr, MOMENTUM: tl.constexpr,
     ROUNDING: tl.constexpr, STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
-    AVERAGES: tl.constexpr, SUMS: tl.constexpr,
+    AVERAGES: tl.constexpr, SUMS: tl.constexpr, TELL: tl.constexpr,
     ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
@@ -173,12 +175,13 @@ def _advance(
     if ROUNDING == "master":
         before = _joined(live_at, rest_at, first, offsets, count, ALIGNED, MASKED)
     else:
-        before = _load(live_at, first, offsets, count, OF, ALIGNED, MASKED)
-    grad = sign * _load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED)
+        before = load(live_at, first, offsets, count, OF, ALIGNED, MASKED)
+    given = load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED)
+    grad = sign * given
     m = grad
     if MOMENTUM:
-        m = _load(m_at, first, offsets, count, MOMENTS, ALIGNED, MASKED)
-    v = _load(v_at, first, offsets, count, MOMENTS, ALIGNED, MASKED)
+        m = load(m_at, first, offsets, count, MOMENTS, ALIGNED, MASKED)
+    v = load(v_at, first, offsets, count, MOMENTS, ALIGNED, MASKED)
     if AVERAGES > 0:
         at, scale_at = tl.load(row + 3), tl.load(row + 6)
         average = _average_of(before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, BLOCK)
@@ -187,6 +190,8 @@ def _advance(
         at, scale_at = tl.load(row + 4), tl.load(row + 7)
         returned = _average_of(before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, BLOCK)
         returned = tl.where(fresh != 0.0, before, returned)
+    if TELL:
+        gap = average - before
 
     if MOMENTUM:
         m = tl.fma(grad - m, new_m, m)
@@ -199,13 +204,15 @@ def _advance(
     if LOOKAHEAD:
         average = _moved(average, before + way, keep, move)
     if PULL != "none":
-        gain = numerator * rate
+        ratio = numerator
         if PULL == "over":
             # Finite, as 0 times infinity would be NaN where v has overflowed.
-            gain = tl.minimum(numerator * tl.load(scale), LARGEST) * inverse * rate
+            ratio = tl.minimum(numerator * tl.load(scale), LARGEST) * inverse
+        gain = ratio * rate
         # Not a minimum, which would make of a NaN the limit.
         gain = tl.where(gain > limit, limit, gain)
-        way = tl.fma(gain, average - ((before + way) if LOOKAHEAD else before), way)
+        way_there = average - ((before + way) if LOOKAHEAD else before)
+        way = tl.fma(gain, way_there, way)
     # The averages are of `new`, and residuals are of `live`: the weights as they are stored.
     new = before + way
     live = new
@@ -224,7 +231,28 @@ def _advance(
         _store(m_at, first, offsets, count, m, MOMENTS, ALIGNED, MASKED)
     _store(v_at, first, offsets, count, v, MOMENTS, ALIGNED, MASKED)
     if SUMS > 0:
-        _store_sums(sums, v, first, offsets, count, MOMENTS, MASKED, SUMS, BLOCK)
+        store_sums(sums, v, first, offsets, count, MOMENTS, MASKED, SUMS, BLOCK)
+    if TELL:
+        gains, ratios = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        pull, at_limit = gains, gains
+        if PULL != "none":
+            gains, ratios, pull = gains + gain, ratios + ratio, gain * way_there
+            at_limit = (gains >= limit).to(tl.float32)
+        inside = offsets < (count - first if MASKED else BLOCK)
+        step = (new if ROUNDING == "master" else live) - before - pull
+        tl.store(told, tl.sum(tl.where(inside, at_limit, 0.0)))
+        tl.store(told + 1, tl.sum(tl.where(inside, gains, 0.0)))
+        tl.store(told + 2, tl.sum(tl.where(inside, ratios, 0.0)))
+        tl.store(told + 3, tl.sum(given * gap))
+        tl.store(told + 4, tl.sum(tl.where(inside, pull * pull, 0.0)))
+        tl.store(told + 5, tl.sum(tl.where(inside, step * step, 0.0)))
+        tl.store(told + 6, tl.sum(gap * gap))
+        tl.store(told + 7, tl.sum(given * given))
+        stride, start = tl.load(picked), tl.load(picked + 1)
+        places = first + offsets
+        at, chosen = sample + 2 * (start + places // stride), inside & (places % stride == 0)
+        tl.store(at, gains, mask=chosen)
+        tl.store(at + 1, ratios, mask=chosen)
     if AVERAGES > 0:
         if not LOOKAHEAD:
             average = _moved(average, new, keep, move)
@@ -241,7 +269,7 @@ def _advance(
 
 
 @triton.jit
-def _store_sums(
+def store_sums(
     sums, v, first, offsets, count,
     MOMENTS: tl.constexpr, MASKED: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -264,6 +292,9 @@ def step(
     factor,  # () float32: how many times the gradient counts, if FACTOR
     skip,  # () float32: nothing is done unless it is 0, if SKIP
     sums,  # (programs, SUMS) float32: of the second moments of each chunk
+    told,  # (programs, TOLD) float32, if TELL
+    picked,  # (tensors, 2) int64: how far apart the elements of a sample are, and where in `sample` it begins
+    sample,  # (all that are picked, 2) float32: gains and ratios, if TELL
     numbers,  # (tensors, NUMBERS) float32, instead of those that follow if ON_DEVICE
     ages,  # (tensors,) int64, instead of t if ON_DEVICE
     t,  # int64, the count of this step
@@ -279,6 +310,7 @@ def step(
     LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr,  # how many of them move
     SUMS: tl.constexpr,  # of how many parts of a chunk to add up second moments; 0: of none
+    TELL: tl.constexpr,  # what it does; averages must be there
     FACTOR: tl.constexpr,
     SKIP: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -293,6 +325,8 @@ def step(
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     row = table + tensor * COLUMNS
     grad_at, count = tl.load(grads + tensor), tl.load(row + 5)
+    if TELL:
+        picked += 2 * tensor
     if ON_DEVICE:
         t = tl.load(ages + tensor)
         own = numbers + tensor * NUMBERS
@@ -305,155 +339,19 @@ def step(
         sign *= tl.load(factor)
     if first + BLOCK <= count:
         _advance(
-            row, grad_at, first, count, scale, sums + program * SUMS, t,
+            row, grad_at, first, count, scale, sums + program * SUMS, told + program * TOLD, picked,
+            sample, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED,
-            GRAD_ALIGNED, False, BLOCK,
+            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, TELL,
+            ALIGNED, GRAD_ALIGNED, False, BLOCK,
         )  # fmt: skip
     else:
         _advance(
-            row, grad_at, first, count, scale, sums + program * SUMS, t,
+            row, grad_at, first, count, scale, sums + program * SUMS, told + program * TOLD, picked,
+            sample, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, ALIGNED,
-            GRAD_ALIGNED, True, BLOCK,
+            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, TELL,
+            ALIGNED, GRAD_ALIGNED, True, BLOCK,
         )  # fmt: skip
-
-
-@triton.jit
-def add_up(
-    table, chunks, sums, MOMENTS: tl.constexpr, SUMS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The `sums` that `step` would have left, to the bit, of second moments that it did not write."""
-    program = tl.program_id(0).to(tl.int64)
-    tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
-    row, offsets = table + tensor * COLUMNS, tl.arange(0, BLOCK)
-    count = tl.load(row + 5)
-    v = _load(tl.load(row + 2), first, offsets, count, MOMENTS, ALIGNED, True)
-    _store_sums(sums + program * SUMS, v, first, offsets, count, MOMENTS, True, SUMS, BLOCK)
-
-
-@triton.jit
-def squares(table, grads, chunks, sums, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the gradient of each chunk the sum of squares, and after all of those 0 or, if it has a NaN or Inf,
-    NaN: `sums` is (2, programs) float32."""
-    program = tl.program_id(0).to(tl.int64)
-    tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
-    offsets, count = tl.arange(0, BLOCK), tl.load(table + tensor * COLUMNS + 5)
-    if first + BLOCK <= count:
-        grad = _load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, False)
-    else:
-        grad = _load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, True)
-    tl.store(sums + program, tl.sum(grad * grad))
-    tl.store(sums + tl.num_programs(0) + program, tl.sum(grad * 0.0))
-
-
-@triton.jit
-def mean(
-    sums,  # float32: of chunks, or of parts of them
-    segments,  # (programs, 2) int64: the first sum of each, and that after its last, at most WIDTH further on
-    found,  # (programs,) float64: the total of each
-    done,  # () int32: how many have found theirs; 0 before and after
-    starts,  # (BLOCKS · TENSORS + 1,) int64: the first segment of each tensor; beyond the last there are none
-    counts,  # (tensors,) int64: addresses of float64, how old each is, if ON_DEVICE
-    log_beta2: tl.float64,
-    share: tl.float64,  # what a sum counts, before it is corrected if ON_DEVICE
-    result,  # () float32
-    ON_DEVICE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TENSORS: tl.constexpr,  # that are done at a time
-    SEGMENTS: tl.constexpr,  # that a tensor may have
-):  # fmt: skip
-    """The root of the sum over all tensors, without those with a NaN or Inf, or whose sum is below 0."""
-    segment = tl.program_id(0)
-    places = tl.load(segments + 2 * segment) + tl.arange(0, WIDTH)
-    inside = places < tl.load(segments + 2 * segment + 1)
-    tl.store(found + segment, tl.sum(tl.load(sums + places, mask=inside, other=0.0).to(tl.float64)))
-    tl.debug_barrier()
-    # Whoever is the last adds up what all have found, in an order that does not depend on who that is.
-    if tl.atomic_add(done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        total = tl.zeros((TENSORS,), tl.float64)
-        for block in range(BLOCKS):
-            tensors = block * TENSORS + tl.arange(0, TENSORS)
-            first, last = tl.load(starts + tensors), tl.load(starts + tensors + 1)
-            own = first[:, None] + tl.arange(0, SEGMENTS)[None, :]
-            # Past the first cache, which does not hear of what others write.
-            parts = tl.load(found + own, mask=own < last[:, None], other=0.0, cache_modifier=".cg")
-            energy = tl.sum(parts, axis=1)
-            if ON_DEVICE:
-                energy /= 1.0 - tl.exp(log_beta2 * _ages(counts, tensors, first < last))
-            total += tl.where((energy - energy == 0.0) & (energy > 0.0), energy, 0.0)
-        tl.store(result, tl.sqrt(tl.sum(total) * share).to(tl.float32))
-        tl.store(done, 0)
-
-
-@triton.jit
-def _ages(counts, tensors, there):
-    """How old tensors are, which is counted in float64; 1 where there are none."""
-    at = tl.load(counts + tensors, mask=there, other=0).to(tl.pointer_type(tl.float64))
-    return tl.load(at, mask=there, other=1.0)
-
-
-@triton.jit(do_not_specialize=["lr_at", "tensors", "every"])  # one kernel for all of them
-def numbers(
-    counts,  # (tensors,) int64: addresses of float64, how old each is, if ON_DEVICE; otherwise `count`
-    lr_at,  # () of dtype LR: instead of lr, if it is on the device
-    table,  # (tensors, NUMBERS) float32: what is found
-    ages,  # (tensors,) int64: how old each is
-    tensors,
-    every,  # averages move at steps that are multiples of it
-    count: tl.float64,
-    sign: tl.float64, lr: tl.float64, weight_decay: tl.float64, beta1: tl.float64, log_beta1: tl.float64,
-    beta2: tl.float64, log_beta2: tl.float64, eps: tl.float64, strength: tl.float64, limit: tl.float64,
-    power: tl.float64, return_power: tl.float64, offset: tl.float64, scale: tl.float64,
-    ON_DEVICE: tl.constexpr,
-    LR: tl.constexpr,  # its dtype there; None: it is not
-    OVER: tl.constexpr,  # the pull is a number over √v̂ + ε
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Those of onepass.Numbers, and whether it is a first step: a row for each tensor."""
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = places < tensors
-    zeros = tl.zeros((BLOCK,), tl.float64)
-    t = zeros + count
-    if ON_DEVICE:
-        t = _ages(counts, places, there)
-    tl.store(ages + places, t.to(tl.int64), mask=there)
-    eta = zeros + lr
-    if LR is not None:
-        eta = zeros + tl.load(lr_at).to(tl.float64)
-    moving = t.to(tl.int64) % every == 0
-    numerator = zeros + strength
-    if OVER:
-        numerator = eta * strength
-    numerator = tl.where(moving & (eta != 0.0), numerator, 0.0)
-    rate, keep = _rate_and_keep(t, power, offset, scale, moving)
-    _, keep_returned = _rate_and_keep(t, return_power, offset, scale, moving)
-
-    row = table + places * NUMBERS
-    tl.store(row, (zeros + sign).to(tl.float32), mask=there)
-    tl.store(row + 1, (eta * weight_decay).to(tl.float32), mask=there)
-    tl.store(row + 2, (zeros + (1.0 - beta1)).to(tl.float32), mask=there)
-    tl.store(row + 3, (zeros + beta2).to(tl.float32), mask=there)
-    tl.store(row + 4, (zeros + (1.0 - beta2)).to(tl.float32), mask=there)
-    tl.store(row + 5, (1.0 / tl.sqrt(1.0 - tl.exp(log_beta2 * t))).to(tl.float32), mask=there)
-    tl.store(row + 6, (zeros + eps).to(tl.float32), mask=there)
-    tl.store(row + 7, (-eta / (1.0 - tl.exp(log_beta1 * t))).to(tl.float32), mask=there)
-    tl.store(row + 8, tl.minimum(numerator, LARGEST).to(tl.float32), mask=there)
-    tl.store(row + 9, rate.to(tl.float32), mask=there)
-    tl.store(row + 10, (zeros + limit).to(tl.float32), mask=there)
-    tl.store(row + 11, keep, mask=there)
-    tl.store(row + 12, 1.0 - keep, mask=there)
-    tl.store(row + 13, keep_returned, mask=there)
-    tl.store(row + 14, 1.0 - keep_returned, mask=there)
-    tl.store(row + 15, (t == 1.0).to(tl.float32), mask=there)
-
-
-@triton.jit
-def _rate_and_keep(t, power, offset, scale, moving):
-    """`averaging_rate` of rule.py, 0 where averages rest, and 1 less it in float32, as `shares` has it."""
-    rate = tl.where(power == 0.0, 1.0, tl.exp(-power * tl.log(offset + scale * t)))  # also where that is inf
-    rate = tl.where(moving, rate, 0.0)
-    return rate, (1.0 - rate).to(tl.float32)

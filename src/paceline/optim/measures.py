@@ -13,7 +13,7 @@ from paceline.optim.foreach import chunks, denominators_of
 from paceline.optim.moments import model_scale, second_moment
 from paceline.optim.pace import PACE
 from paceline.optim.pullback import Pullback, recipe_of
-from paceline.optim.readings import Found, Sums, sample_stride
+from paceline.optim.readings import Found
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import (
     RATIOS,
@@ -28,6 +28,7 @@ from paceline.optim.rule import (
 )
 from paceline.optim.sharded import local
 from paceline.optim.state import average_dtype, average_of, in_full, real
+from paceline.optim.told import Sums, Tell, sample_stride
 
 # --- Before the step ------------------------------------------------------------------------------
 
@@ -199,6 +200,24 @@ def _measure_chunk(chunk: list[Watched], slopes: dict[Tensor, Slope]) -> Iterato
         sums = Sums(pull.saturated, pull.gain, pull.ratio, product, *lengths)
         scalars = (ats[i].t, ats[i].lr, _rate(ats[i], recipe))
         yield Found(member.name, gaps[i].numel(), sums, pull.sample, pull.stride, scalars)
+
+
+def told_of(found: Iterable[Member], told: Tell) -> Iterator[Found]:
+    """The figures of those whose step told them."""
+    scalars: dict[object, tuple[Scalar, Scalar, Scalar]] = {}
+    for member in found:
+        count = member.own("step")
+        if count is None or member.parameter not in told:
+            continue
+        sums, sample, stride = told[member.parameter]
+        key = id(member.group), count.item() if count.device.type == "cpu" else id(count)
+        if key not in scalars:  # of many tensors they are the same
+            recipe = _recipe(member)
+            at = at_step(count, recipe, 1.0)
+            scalars[key] = at.t, at.lr, _rate(at, recipe)
+        lengths = Sums._fields.index("pull")
+        own = Sums(*sums[:lengths].unbind(), *sums[lengths:].sqrt().unbind())
+        yield Found(member.name, local(member.parameter).numel(), own, sample, stride, scalars[key])
 
 
 def _recipe(member: Member) -> Recipe:

@@ -217,6 +217,11 @@ class Fit:
         """Whether look.c does it."""
         return self._look is not None
 
+    @property
+    def tells(self) -> bool:
+        """Whether its step can tell what it does."""
+        return bool(self._memo["tells"])
+
     def captured(self) -> list[object]:
         """What a graph was captured with."""
         parts = [self._memo, *(part for part in self._memo.values() if isinstance(part, dict))]
@@ -264,6 +269,11 @@ class Fits:
         if members is None:
             self._forget(number)  # before there is anything new: it keeps memory
         return members
+
+    def tell(self, number: int) -> bool:
+        """Whether the last step of a group took a path that can tell what it does."""
+        fit = self._groups.get(number)
+        return fit is not None and fit.tells
 
     def _forget(self, number: int) -> None:
         fit = self._groups.pop(number, None)

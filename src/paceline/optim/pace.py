@@ -28,6 +28,7 @@ from paceline.optim.state import (
     returned_key,
     settled,
 )
+from paceline.optim.told import Tell
 from paceline.optim.work import ONE_PASS_NAMES, Whole, path_name, plan_all, scale_before
 
 
@@ -184,6 +185,8 @@ class PACE(Averaging):
         self.skipped: bool | Tensor = False
         """Whether skip_nonfinite skipped the last step; with capturable=True on the device, where not 0 is
         yes."""
+        self.telling: Tell | None = None
+        """Where the next step, and no other, tells what it does; for `probe`."""
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -220,6 +223,7 @@ class PACE(Averaging):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fits = Fits()  # first: what it keeps may be what makes room
         self.skipped = False  # of one that was pickled before there was such a thing
+        self.telling = None
         super().__setstate__(state)
         for group in self.param_groups:  # of one that was pickled before there were such settings
             for name, value in (("rounding", "nearest"), ("offload", False), ("max_grad_norm", None)):
@@ -249,6 +253,9 @@ class PACE(Averaging):
 
         After a forgotten `eval()` the live weights are put back first.
         """
+        tell: Tell | None = None
+        if not torch.compiler.is_compiling():
+            tell, self.telling = self.telling, None
         self.make_ready_to_step()
         loss = None
         if closure is not None:
@@ -274,8 +281,13 @@ class PACE(Averaging):
             if anew:
                 self._seed_again(members.parameters, group)
             if members.parameters:
-                path(members, Recipe.of(group), Whole(scale, gradients.factor(group["max_grad_norm"]), skip))
+                whole = Whole(scale, gradients.factor(group["max_grad_norm"]), skip, tell)
+                path(members, Recipe.of(group), whole)
         return loss
+
+    def will_tell(self, number: int) -> bool:
+        """Whether the next step of a group can tell what it does: its path could, the last time."""
+        return self._fits.tell(number)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. While the parameters hold the average, it also has the `live` weights."""

@@ -23,10 +23,12 @@ from paceline.optim.measures import (
     members,
     scale_of,
     slopes_of,
+    told_of,
 )
 from paceline.optim.pace import PACE
 from paceline.optim.pullback import Pullback
 from paceline.optim.readings import Reading, Record
+from paceline.optim.told import Tell
 
 # --- The probe ------------------------------------------------------------------------------------
 
@@ -39,9 +41,10 @@ def probe(optimizer: Optimizer, every: int = 100, keep: int = 1000) -> "Probe":
     in between nothing is pulled, and the reading says so.
 
     A probed step computes the figures on the device and waits for nothing; they come to the host when you
-    read them. While it runs it holds a copy of the weights and of their average, and some temporaries of
-    the size of the largest tensor. Training is the same to the bit. Steps that are not probed cost two
-    calls of Python functions and no operation on any tensor.
+    read them. On a GPU the one pass that steps the weights adds them up, which takes no memory to speak of.
+    Otherwise, and at the first step, a probed step holds a copy of the weights and of their average while it
+    runs, and some temporaries of the size of the largest tensor. Training is the same to the bit. Steps that
+    are not probed cost two calls of Python functions and no operation on any tensor.
 
     A warning is given, one probe late, when the gap between average and live is beyond 10 times its
     median over the last 1,000 steps (20 readings at least), once until it is back below 5 times.
@@ -93,6 +96,7 @@ class Probe:
         self._taken = steps_taken(optimizer)
         self._before: dict[Tensor, Before] = {}
         self._slopes: dict[Tensor, Slope] = {}
+        self._told: Tell = {}
         self._records: deque[Record] = deque(maxlen=keep)
         self._unheard: deque[Record] = deque()
         self._alarm = _Alarm(every)
@@ -131,6 +135,7 @@ class Probe:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._before.clear()  # of a step that failed
+        self._told = {}
         if not self._is_due():
             return
         assert isinstance(optimizer, PACE | Pullback)
@@ -142,7 +147,14 @@ class Probe:
             for member in members(optimizer)
             if (member.parameter.requires_grad if has_closure else member.parameter.grad is not None)
         ]
-        scale = scale_of(found)
+        telling = _groups_that_tell(optimizer)
+        if telling and isinstance(optimizer, PACE):
+            self._told = optimizer.telling = {} if optimizer.telling is None else optimizer.telling
+        if len(telling) < len(optimizer.param_groups):
+            scale = scale_of(found)
+            found = [member for member in found if id(member.group) not in telling]
+        else:
+            scale, found = 1.0, []
         watched = [Watched(member, look(member, scale)) for member in found]
         self._before = {member.parameter: before for member, before in watched}
         # Now, if the gradients are here: some optimizers write their own update over them.
@@ -156,17 +168,20 @@ class Probe:
         may_skip = any(group.get("skip_nonfinite") for group in optimizer.param_groups)
         may_skip = may_skip or getattr(optimizer, "found_inf", None) is not None  # of a GradScaler
         self._taken = steps_taken(optimizer) if may_skip else self._taken + 1
-        if not self._before:
+        if not self._before and not self._told:
             return
         before, self._before = self._before, {}
+        told, self._told = self._told, {}
+        there = list(members(optimizer))
         watched = [
             Watched(member, before[member.parameter])
-            for member in members(optimizer)
+            for member in there
             if member.parameter in before and has_moved(member, before[member.parameter])
         ]
-        found = measure(watched, self._slopes or slopes_of(watched))
+        measured = measure(watched, self._slopes or slopes_of(watched))
+        found = {entry.name: entry for entry in (*measured, *told_of(there, told))}
         if found:
-            record = Record(self._taken, found)
+            record = Record(self._taken, [found[member.name] for member in there if member.name in found])
             self._records.append(record)
             self._listen(record)
 
@@ -185,6 +200,13 @@ class Probe:
             heard = self._unheard.popleft()
             self._alarm.hear(heard.t, heard.reading.overall.gap_rms)
         self._unheard.append(record)
+
+
+def _groups_that_tell(optimizer: PACE | Pullback) -> set[int]:
+    """Ids of groups whose step will tell what it does, so that nothing of them has to be copied."""
+    if not isinstance(optimizer, PACE):
+        return set()
+    return {id(group) for i, group in enumerate(optimizer.param_groups) if optimizer.will_tell(i)}
 
 
 def steps_taken(optimizer: Optimizer) -> int:

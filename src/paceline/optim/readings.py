@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import mul
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from paceline.optim.rule import Scalar
+from paceline.optim.told import Sums
 
-# Coordinates of a tensor that its quantiles are taken from; all of them in a smaller one. The rank of a
-# quantile is then right to 1 % or so, and sorting costs less than the step.
-SAMPLE = 2**12
 _TENTHS = (1, 5, 9)
 
 # --- What is read ---------------------------------------------------------------------------------
@@ -97,19 +95,6 @@ class Reading:
 # --- On the device --------------------------------------------------------------------------------
 
 
-class Sums(NamedTuple):
-    """Sums over the coordinates of one tensor: 0-dim on the device, floats on the host."""
-
-    saturated: Any
-    gain: Any
-    ratio: Any
-    product: Any  # gradient · gap
-    pull: Any  # a length, as all below: the root of a sum of squares
-    step: Any
-    gap: Any
-    gradient: Any
-
-
 class Found(NamedTuple):
     """What a step did to one tensor, on the device."""
 
@@ -119,14 +104,6 @@ class Found(NamedTuple):
     sample: Tensor  # (2, n) gains and ratios of some coordinates
     stride: int  # how many coordinates each of the sample stands for
     scalars: tuple[Scalar, Scalar, Scalar]  # t, lr, rate
-
-
-def sample_stride(size: int) -> int:
-    """How far apart the coordinates of a sample are."""
-    stride = max(1, -(-size // SAMPLE))
-    while math.gcd(stride, size) > 1:  # with a common factor some rows or columns would be left out
-        stride += 1
-    return stride
 
 
 # --- The way to the host --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, Scalar, Slot, pace_step_
 from paceline.optim.sharded import OverRanks, cut_of, local, mesh_of, squares_of
 from paceline.optim.state import State, allocate, conform, keeps, name_of, real, residual_key
+from paceline.optim.told import Tell
 
 
 class Whole(NamedTuple):
@@ -26,6 +27,7 @@ class Whole(NamedTuple):
     scale: Scalar = 1.0  # root mean square of √v̂, before the step
     factor: Scalar = 1.0  # how many times the gradient counts
     skip: Tensor | None = None  # () on the device: nothing is to change unless it is 0
+    tell: Tell | None = None  # what the step does, if somebody wants to know and its path can tell
 
 
 Path = Callable[[Members, Recipe, Whole], None]
@@ -85,6 +87,7 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
     own = [states[parameter] for parameter in parameters]
     fit = bool(own) and not compiling and Fit.can_be(parameters, own, slots)
     memo: dict[str, Any] = {"one pass": one_pass}
+    memo["tells"] = one_pass and all(ONE_PASS[slot.live.device.type].can_tell for slot in slots)
     memo["host"] = not (one_pass or compiling) and _fits_host(parameters, slots)
     if (one_pass or memo["host"]) and fit and not group["capturable"]:
         slots, memo["counts"] = count_together(own, slots)
@@ -338,6 +341,8 @@ class OnePass(NamedTuple):
     """Of parameters that it takes."""
     can_skip: bool
     """Whether a step can be skipped on the device."""
+    can_tell: bool
+    """Whether a step fills `Whole.tell`."""
 
 
 ONE_PASS = {
@@ -349,6 +354,7 @@ ONE_PASS = {
         sums_of_gradients=lambda members, capturable: [squares_of(members.grads)],
         dtypes=(torch.float32,),
         can_skip=False,
+        can_tell=False,
     ),
     "cuda": OnePass(
         missing=fused.missing,
@@ -358,6 +364,7 @@ ONE_PASS = {
         sums_of_gradients=fused.sums_of_gradients,
         dtypes=fused.DTYPES,
         can_skip=True,
+        can_tell=True,
     ),
 }
 

@@ -1,0 +1,57 @@
+"""Which program of a launch does what: tables that depend on sizes alone, and not on addresses.
+
+They are kept by their contents, and found again by another launch.
+"""
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WIDTH = 8192
+"""Sums of chunks that one program adds: no tensor is so large that others wait for it."""
+
+TOTALS = 4096
+"""Sums of those that are added at a time, by one program for all tensors."""
+
+
+@lru_cache(maxsize=64)
+def chunks(device: torch.device, sizes: tuple[int, ...], block: int) -> Tensor:
+    """A row for each program: a tensor, and its first element."""
+    counts = torch.tensor([-(-size // block) for size in sizes], dtype=torch.int64)
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    places = torch.arange(len(tensors)) - (counts.cumsum(0) - counts)[tensors]
+    return torch.stack([tensors, places * block], dim=1).to(device)
+
+
+class Segments(NamedTuple):
+    """Sums of chunks, cut into segments that are added up by a program each."""
+
+    places: Tensor  # (segments, 2) int64: the first of its sums, and that after its last
+    starts: Tensor  # int64: the first segment of each tensor
+    shape: dict[str, int]  # as kernel.mean takes them
+
+
+@lru_cache(maxsize=64)
+def segments(device: torch.device, sizes: tuple[int, ...], block: int, parts: int) -> Segments:
+    """Of tensors of these sizes, whose chunks have so many sums each."""
+    places, starts, first = list[tuple[int, int]](), [0], 0
+    for size in sizes:
+        last = first + -(-size // block) * parts
+        places += [(at, min(at + WIDTH, last)) for at in range(first, last, WIDTH)]
+        starts.append(len(places))
+        first = last
+    most = _power_of_2(max(after - before for before, after in pairwise(starts)))
+    at_once = min(max(TOTALS // most, 1), _power_of_2(len(sizes)))
+    blocks = -(-len(sizes) // at_once)
+    starts += [len(places)] * (blocks * at_once - len(sizes))
+    shape = {"BLOCKS": blocks, "TENSORS": at_once, "SEGMENTS": most}
+    there, begins = (torch.tensor(own, dtype=torch.int64).to(device) for own in (places, starts))
+    return Segments(there, begins, shape)
+
+
+def _power_of_2(number: int) -> int:
+    """The least that is not below it."""
+    return 1 << (number - 1).bit_length()
