@@ -54,16 +54,20 @@ def on(cluster, room, out):
     return words(room, out, *FOUR, "--engine", "ray", "--ray-address", cluster.address)
 
 
-def unfinished_with_checkpoints(out):
-    cells = {path.parents[1] for path in out.glob("cells/*/checkpoints/step-*")}
-    return {cell.name for cell in cells if not is_ended(cell)}
+def with_checkpoints(out):
+    return {path.parents[1].name for path in out.glob("cells/*/checkpoints/step-*")}
+
+
+def at_work(out):
+    """Cells that have begun and not ended."""
+    return [path.parent for path in out.glob("cells/*/timing.jsonl") if not is_ended(path.parent)]
 
 
 def test_a_cluster_that_loses_a_node_ends_in_the_results_of_one_machine(cluster, room, tmp_path):
     out = tmp_path / "s"
     second = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
     process = start(on(cluster, room, out))
-    while process.poll() is None and len(unfinished_with_checkpoints(out)) < 2:
+    while process.poll() is None and len(at_work(out)) < 2:  # one on each node
         time.sleep(0.02)
     cluster.remove_node(second, allow_graceful=False)
     said, _ = process.communicate(timeout=600)
@@ -74,14 +78,15 @@ def test_a_cluster_that_loses_a_node_ends_in_the_results_of_one_machine(cluster,
         path.parent.name: sum(line["kind"] == "begin" for line in read(path))
         for path in out.glob("cells/*/timing.jsonl")
     }
-    assert sorted(begun.values()) == [1, 1, 1, 2]
+    # Only what was lost begins again: from its checkpoint, or from nothing if there was none yet.
+    assert sorted(begun.values()) in ([1, 1, 1, 1], [1, 1, 1, 2])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_same_command_goes_on_after_its_driver_was_stopped(cluster, room, tmp_path, number):
     out = tmp_path / "s"
     process = start(on(cluster, room, out))
-    while process.poll() is None and not unfinished_with_checkpoints(out):
+    while process.poll() is None and not with_checkpoints(out):
         time.sleep(0.02)
     os.kill(process.pid, number)
     said, _ = process.communicate(timeout=120)
