@@ -292,6 +292,18 @@ def test_a_bad_gradient_spoils_its_own_coordinate_and_no_other(bad):
     assert (~parameters[0].isfinite()).nonzero().tolist() == [[7]]
 
 
+def test_averages_begin_at_a_first_step_that_moves_none():
+    """As the weights that it starts from, which may have been loaded after the optimizer was made."""
+    found = []
+    for path in ({"fused": True}, {"foreach": True}):
+        parameters = [torch.zeros(3, device=DEVICE).requires_grad_()]
+        optimizer = PACE(parameters, lr=1e-2, gain="paper", pullback_strength=3.0, update_every=2, **path)
+        parameters[0].data.add_(1)
+        advance(optimizer, parameters, [[torch.ones(3, device=DEVICE)]] * 2)
+        found.append([parameters[0].detach(), optimizer.state[parameters[0]]["average"]])
+    assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("counted", ["host", "device"])
 def test_what_averages_held_before_the_first_step_makes_no_difference(counted, monkeypatch):
     parameters = parameters_of()

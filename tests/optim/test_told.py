@@ -111,6 +111,58 @@ def test_groups_of_both_kinds_are_in_one_reading():
     assert all(figures.gap_rms > 0 for figures in telemetry.last.tensors.values())
 
 
+def test_complex_weights_beside_others():
+    """Which are pairs of numbers."""
+    made = [torch.ones(9, device=DEVICE), torch.ones(5, dtype=torch.complex64, device=DEVICE)]
+    readings = []
+    for tells in (True, False):
+        parameters = [one.clone().requires_grad_() for one in made]
+        optimizer = PACE([{"params": [one]} for one in parameters], lr=1e-2, fused=True)
+        with probe(optimizer, every=1) as telemetry, pytest.MonkeyPatch.context() as patch:
+            if not tells:
+                patch.setattr(PACE, "will_tell", lambda self, number: False)
+            advance(optimizer, parameters, [made] * 3)
+            readings.append(telemetry.last.flat(tensors=True))
+    assert readings[0] == pytest.approx(readings[1], rel=2e-5)
+
+
+def test_another_path_is_read_by_copies():
+    parameters = [p.detach().to(DEVICE).requires_grad_() for p in make_parameters(0, torch.float32, [(9,)])]
+    optimizer = PACE(parameters, lr=1e-2, fused=True)
+    telemetry = probe(optimizer, every=1)
+    advance(optimizer, parameters, [[torch.ones(9, device=DEVICE)]] * 2)
+    optimizer.param_groups[0].update(fused=None, foreach=True)
+    advance(optimizer, parameters, [[torch.ones(9, device=DEVICE)]] * 2)
+    assert [reading.t for reading in telemetry.history] == [1, 2, 3, 4]
+
+
+def test_half_a_reading_is_none(monkeypatch):
+    """Where a step takes a path that cannot tell, although the last one could."""
+    shapes = [(9,), (5,)]
+    parameters = [p.detach().to(DEVICE).requires_grad_() for p in make_parameters(0, torch.float32, shapes)]
+    optimizer = PACE([{"params": [p]} for p in parameters], lr=1e-2, fused=True)
+    telemetry, step_ = probe(optimizer, every=1), fused.fused_step_
+    advance(optimizer, parameters, [[torch.ones(9, device=DEVICE), torch.ones(5, device=DEVICE)]] * 2)
+
+    def deaf(members, recipe, scale, factor, skip, tell):
+        heard = tell if members.parameters[0] is parameters[0] else None
+        step_(members, recipe, scale, factor, skip, heard)
+
+    monkeypatch.setattr(fused, "fused_step_", deaf)
+    advance(optimizer, parameters, [[torch.ones(9, device=DEVICE), torch.ones(5, device=DEVICE)]])
+    assert [reading.t for reading in telemetry.history] == [1, 2]
+
+
+def test_a_step_that_is_skipped_on_the_device_is_not_read():
+    parameters = [p.detach().to(DEVICE).requires_grad_() for p in make_parameters(0, torch.float32, [(9,)])]
+    optimizer = PACE(parameters, lr=1e-2, fused=True, skip_nonfinite=True, capturable=True)
+    telemetry = probe(optimizer, every=1)
+    good, bad = torch.ones(9, device=DEVICE), torch.full((9,), float("nan"), device=DEVICE)
+    advance(optimizer, parameters, [[good], [good], [bad], [good]])
+    assert [reading.t for reading in telemetry.history] == [1, 2, 3]
+    assert telemetry.last.overall.gap_rms > 0
+
+
 def test_two_probes_hear_the_same():
     parameters = [p.detach().to(DEVICE).requires_grad_() for p in make_parameters(0, torch.float32, SHAPES)]
     optimizer = PACE(parameters, lr=1e-2, fused=True)

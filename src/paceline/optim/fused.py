@@ -259,8 +259,9 @@ class _Launch:
             pulls, averages = bool(at.pulling), averages_that_move(self._slots, at)
         pull = "none" if not pulls else "over" if recipe.gain in NUMERATORS else "uniform"
         multiple = self._number(scale) if recipe.gain == "scaled" and pulls else self._one
-        # What live has beyond an average that rests changes too; and to tell of one is to load it.
-        if self._stored != torch.float32 or tell:
+        # What live has beyond an average that rests changes too; to tell of one is to load it; and at a first
+        # step, which may be one that moves none, they begin as live.
+        if self._stored != torch.float32 or tell or count == 1:
             averages = self._averages
         sums = recipe.gain == "scaled" and recipe.pullback_strength != 0
         teller = Teller(self._device, self._sizes, self._block) if tell else None

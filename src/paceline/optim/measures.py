@@ -26,7 +26,7 @@ from paceline.optim.rule import (
     on_device_of,
     stays_on_device,
 )
-from paceline.optim.sharded import local
+from paceline.optim.sharded import local, mesh_of
 from paceline.optim.state import average_dtype, average_of, in_full, real
 from paceline.optim.told import Sums, Tell, sample_stride
 
@@ -202,6 +202,17 @@ def _measure_chunk(chunk: list[Watched], slopes: dict[Tensor, Slope]) -> Iterato
         yield Found(member.name, gaps[i].numel(), sums, pull.sample, pull.stride, scalars)
 
 
+def is_cut(member: Member) -> bool:
+    """Whether it is cut over ranks."""
+    return mesh_of(member.parameter) is not None
+
+
+def is_told(member: Member, told: Tell) -> bool:
+    """Whether a step told of it, or had nothing to tell."""
+    here = member.parameter.grad is not None and local(member.parameter).numel() > 0
+    return not here or member.parameter in told
+
+
 def told_of(found: Iterable[Member], told: Tell) -> Iterator[Found]:
     """The figures of those whose step told them."""
     scalars: dict[object, tuple[Scalar, Scalar, Scalar]] = {}
@@ -217,7 +228,8 @@ def told_of(found: Iterable[Member], told: Tell) -> Iterator[Found]:
             scalars[key] = at.t, at.lr, _rate(at, recipe)
         lengths = Sums._fields.index("pull")
         own = Sums(*sums[:lengths].unbind(), *sums[lengths:].sqrt().unbind())
-        yield Found(member.name, local(member.parameter).numel(), own, sample, stride, scalars[key])
+        elements = real(local(member.parameter)).numel()
+        yield Found(member.name, elements, own, sample, stride, scalars[key])
 
 
 def _recipe(member: Member) -> Recipe:

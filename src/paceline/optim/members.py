@@ -217,10 +217,9 @@ class Fit:
         """Whether look.c does it."""
         return self._look is not None
 
-    @property
-    def tells(self) -> bool:
-        """Whether its step can tell what it does."""
-        return bool(self._memo["tells"])
+    def tells(self, settings: tuple[object, ...]) -> bool:
+        """Whether a step with these settings can tell what it does, if all else is as it was."""
+        return bool(self._memo["tells"]) and settings == self._settings
 
     def captured(self) -> list[object]:
         """What a graph was captured with."""
@@ -270,10 +269,10 @@ class Fits:
             self._forget(number)  # before there is anything new: it keeps memory
         return members
 
-    def tell(self, number: int) -> bool:
-        """Whether the last step of a group took a path that can tell what it does."""
+    def tell(self, number: int, settings: tuple[object, ...]) -> bool:
+        """As `Fit.tells`, for group `number`; False if nothing is known of it."""
         fit = self._groups.get(number)
-        return fit is not None and fit.tells
+        return fit is not None and fit.tells(settings)
 
     def _forget(self, number: int) -> None:
         fit = self._groups.pop(number, None)

@@ -29,7 +29,7 @@ from paceline.optim.state import (
     settled,
 )
 from paceline.optim.told import Tell
-from paceline.optim.work import ONE_PASS_NAMES, Whole, path_name, plan_all, scale_before
+from paceline.optim.work import ONE_PASS_NAMES, Whole, path_name, plan_all, scale_before, will_tell
 
 
 def _packed(live: Tensor, state: State, group: dict[str, Any]) -> State:
@@ -287,7 +287,7 @@ class PACE(Averaging):
 
     def will_tell(self, number: int) -> bool:
         """Whether the next step of a group can tell what it does: its path could, the last time."""
-        return self._fits.tell(number)
+        return will_tell(self.param_groups[number], number, self._fits)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. While the parameters hold the average, it also has the `live` weights."""

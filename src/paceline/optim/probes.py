@@ -18,6 +18,8 @@ from paceline.optim.measures import (
     Slope,
     Watched,
     has_moved,
+    is_cut,
+    is_told,
     look,
     measure,
     members,
@@ -42,9 +44,10 @@ def probe(optimizer: Optimizer, every: int = 100, keep: int = 1000) -> "Probe":
 
     A probed step computes the figures on the device and waits for nothing; they come to the host when you
     read them. On a GPU the one pass that steps the weights adds them up, which takes no memory to speak of.
-    Otherwise, and at the first step, a probed step holds a copy of the weights and of their average while it
-    runs, and some temporaries of the size of the largest tensor. Training is the same to the bit. Steps that
-    are not probed cost two calls of Python functions and no operation on any tensor.
+    Otherwise, and at the first step and the first after an evaluation, a probed step holds a copy of the
+    weights and of their average while it runs, and some temporaries of the size of the largest tensor.
+    Training is the same to the bit. Steps that are not probed cost two calls of Python functions and no
+    operation on any tensor.
 
     A warning is given, one probe late, when the gap between average and live is beyond 10 times its
     median over the last 1,000 steps (20 readings at least), once until it is back below 5 times.
@@ -97,6 +100,7 @@ class Probe:
         self._before: dict[Tensor, Before] = {}
         self._slopes: dict[Tensor, Slope] = {}
         self._told: Tell = {}
+        self._telling: set[int] = set()
         self._records: deque[Record] = deque(maxlen=keep)
         self._unheard: deque[Record] = deque()
         self._alarm = _Alarm(every)
@@ -135,7 +139,7 @@ class Probe:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._before.clear()  # of a step that failed
-        self._told = {}
+        self._told, self._telling = {}, set()
         if not self._is_due():
             return
         assert isinstance(optimizer, PACE | Pullback)
@@ -147,15 +151,13 @@ class Probe:
             for member in members(optimizer)
             if (member.parameter.requires_grad if has_closure else member.parameter.grad is not None)
         ]
-        telling = _groups_that_tell(optimizer)
-        if telling and isinstance(optimizer, PACE):
+        self._telling = _groups_that_tell(optimizer)
+        if self._telling and isinstance(optimizer, PACE):
             self._told = optimizer.telling = {} if optimizer.telling is None else optimizer.telling
-        if len(telling) < len(optimizer.param_groups):
-            scale = scale_of(found)
-            found = [member for member in found if id(member.group) not in telling]
-        else:
-            scale, found = 1.0, []
-        watched = [Watched(member, look(member, scale)) for member in found]
+        copied = [member for member in found if id(member.group) not in self._telling]
+        # Ranks that add it up together must all do so, also if one of them copies nothing.
+        scale = scale_of(found) if copied or any(is_cut(member) for member in found) else 1.0
+        watched = [Watched(member, look(member, scale)) for member in copied]
         self._before = {member.parameter: before for member, before in watched}
         # Now, if the gradients are here: some optimizers write their own update over them.
         self._slopes = {} if has_closure else slopes_of(watched)
@@ -167,12 +169,15 @@ class Probe:
         assert isinstance(optimizer, PACE | Pullback)
         may_skip = any(group.get("skip_nonfinite") for group in optimizer.param_groups)
         may_skip = may_skip or getattr(optimizer, "found_inf", None) is not None  # of a GradScaler
-        self._taken = steps_taken(optimizer) if may_skip else self._taken + 1
-        if not self._before and not self._told:
-            return
+        taken = self._taken
+        self._taken = steps_taken(optimizer) if may_skip else taken + 1
         before, self._before = self._before, {}
         told, self._told = self._told, {}
+        if self._taken == taken or not (before or told):
+            return
         there = list(members(optimizer))
+        if not all(is_told(member, told) for member in there if id(member.group) in self._telling):
+            return  # a step that took another path than could be known: better none than half a reading
         watched = [
             Watched(member, before[member.parameter])
             for member in there

@@ -71,9 +71,7 @@ def plan_all(states: States, groups: list[dict[str, Any]], fits: Fits) -> list[W
 
 def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work:
     compiling = torch.compiler.is_compiling()
-    # A compiler cannot look into C; it makes one pass of the foreach path itself.
-    there = group["return_power"] is None, group["betas"][0] == 0
-    settings = (*there, *[group[name] for name in _SETTINGS], compiling)
+    settings = _settings(group, compiling)
     _check_capture(states, group, compiling)
     members = None if compiling else fits.again(number, group["params"], settings)
     if members is not None:
@@ -101,6 +99,17 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
     if fit:
         fits.keep(number, Fit(group["params"], members, own, settings), states)
     return Work(group, members, _path(group, members), anew=True)
+
+
+def _settings(group: dict[str, Any], compiling: bool) -> tuple[object, ...]:
+    """Of which another plan comes. (A compiler cannot look into C; it makes one pass of the foreach path.)"""
+    there = group["return_power"] is None, group["betas"][0] == 0
+    return (*there, *[group[name] for name in _SETTINGS], compiling)
+
+
+def will_tell(group: dict[str, Any], number: int, fits: Fits) -> bool:
+    """Whether the next step of a group can tell what it does, as far as it can be known before it."""
+    return fits.tell(number, _settings(group, compiling=False))
 
 
 def _local(array: Tensor | None) -> Any:
