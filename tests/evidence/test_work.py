@@ -7,7 +7,8 @@ from tiny import write_text
 
 from paceline.experiments.evidence import claims
 from paceline.experiments.evidence.__main__ import main
-from paceline.experiments.evidence.studies import CPU, gpt2
+from paceline.experiments.evidence.studies import CPU, GPU, batch, fine_tuning, gpt2
+from paceline.experiments.evidence.work import fitting
 from paceline.experiments.paper.lines import read
 
 
@@ -52,3 +53,15 @@ def test_an_unknown_study_is_said(capsys):
     with pytest.raises(SystemExit):
         main(["basins", "--out", "x", "--keep", "y"])
     assert "there is no study 'basins'" in capsys.readouterr().err
+
+
+def test_no_more_runs_at_once_than_fit():
+    """Eight of these did not: the largest batches of a 7M GPT, which were done eight at once and ran out."""
+    h200 = 140 * 10**9
+    large, small = ([one.run for one in batch(GPU) if one.batch == factor] for factor in (16, 4))
+    assert fitting(large, [h200]) == fitting([*large, *small], [h200]) == 5
+    assert fitting(small, [h200]) > 8 and fitting(large, [h200, h200]) == 10
+    assert fitting([one.run for one in fine_tuning(GPU)], [h200]) == 4
+    assert fitting(large, [10**9]) == 1
+    assert fitting(large, []) is None
+    assert fitting([one.run for one in gpt2(CPU)], [h200]) is None

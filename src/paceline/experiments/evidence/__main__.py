@@ -29,7 +29,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="of earlier days")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--keep", type=Path, required=True, metavar="FILE", help="gets a line a run")
-    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="runs at once [4]")
+    parser.add_argument(
+        "--jobs", type=int, default=4, metavar="N", help="runs at once, if the GPU holds them [4]"
+    )
     for name in ("text", "text-held-out", "chat", "chat-held-out"):
         parser.add_argument(
             f"--{name}", nargs="+", default=[], metavar="X", help="as --data of paceline train"

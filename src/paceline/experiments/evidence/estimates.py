@@ -8,7 +8,7 @@ from paceline.experiments.evidence.studies import Room, Trial
 from paceline.experiments.evidence.tables import Results
 from paceline.experiments.pages import markdown
 
-AT_ONCE = {"gpt": 8, "sft": 8, "gpt2": 3}
+AT_ONCE = {"gpt": 8, "sft": 4, "gpt2": 3}
 """By the first word of their names: how many runs were on the GPU at once, each with a share of it."""
 TITLES = {"gpt": "pretraining a 7M GPT", "sft": "fine-tuning SmolLM2-135M", "gpt2": "GPT-2 124M"}
 

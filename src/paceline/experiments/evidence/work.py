@@ -5,7 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.experiments import pool
-from paceline.experiments.evidence.studies import STUDIES, Room, Trial, branches, together
+from paceline.experiments.config import Run
+from paceline.experiments.cost.hardware import HARDWARE
+from paceline.experiments.cost.price import of_run
+from paceline.experiments.cost.price import together as in_all
+from paceline.experiments.evidence.studies import ROOMS, STUDIES, Room, Trial, branches, together
 from paceline.experiments.live import Rows, shown
 from paceline.experiments.paper import lines
 from paceline.experiments.paper.lines import Result
@@ -13,6 +17,8 @@ from paceline.experiments.sweep.command import local_engine
 from paceline.experiments.sweep.conduct import Swept, cells_of, sweep
 
 Say = Callable[[str], None]
+FULL = 0.85
+"""The share of a GPU's memory that runs at once may take, by an estimate of each."""
 MARGIN = 1.0
 """Nats above the first loss: a run that stays there has diverged."""
 
@@ -42,8 +48,31 @@ def work(
         say(f"{name}: {len(wanted)} of {len(trials)} runs to do")
         if not wanted:
             continue
-        failed += _swept(wanted, [one for one in later if one.name not in wanted], out, jobs, done, say)
+        # As they are usually called: of a folder's model, or a prepared text's vocabulary, nothing is known.
+        usual = together(STUDIES[name](ROOMS[room.name], known | done.results()))
+        fit = fitting([usual[one].run for one in wanted], _memory())
+        if fit is not None and fit < jobs:
+            say(f"{fit} at once, not {jobs}: more would not fit into the GPU's memory")
+        at_once = jobs if fit is None else min(jobs, fit)
+        failed += _swept(wanted, [one for one in later if one.name not in wanted], out, at_once, done, say)
     return failed
+
+
+def fitting(runs: Iterable[Run], memory: list[int]) -> int | None:
+    """How many of the largest of these runs fit at once into GPUs with so many bytes each, one at least; None
+    if that is not known."""
+    prices = [of_run(run, HARDWARE["h200"]) for run in runs]
+    largest = in_all([price for price in prices if price is not None]).memory
+    if not memory or not largest or None in prices:
+        return None
+    return sum(max(1, int(FULL * own // largest)) for own in memory)
+
+
+def _memory() -> list[int]:
+    """Bytes of each GPU."""
+    import torch
+
+    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
 def left(trials: Mapping[str, Trial], known: Mapping[str, Result]) -> dict[str, Trial]:
