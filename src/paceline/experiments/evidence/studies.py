@@ -72,7 +72,7 @@ GPU = Room(
         "evaluate_every": 500,
     },
     tuning={"task": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "length": 1024, "batch_size": 16}
-    | {"steps": 300, "warmup": 30, "precision": "bfloat16", "held_out_samples": 128, "evaluate_every": 75},
+    | {"steps": 300, "warmup": 30, "precision": "bfloat16", "held_out_samples": 128, "evaluate_every": 150},
     gpt2={"model": "gpt2", "tokenizer": "gpt2", "length": 1024, "batch_size": 128, "micro_batch_size": 32}
     | {"steps": 1200, "warmup": 120, "compile": True, "precision": "bfloat16", "held_out_samples": 256}
     | {"evaluate_every": 200},
@@ -265,7 +265,7 @@ RATES = (5e-4, 1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 9e-3, 3e-2)
 """From a sixth of the best rate of AdamW, which turned out to be 3e-3, to ten times it."""
 SEEDED_RATES = (2e-3, 3e-3, 4e-3, 6e-3, 9e-3, 3e-2)
 FINE_RATES = (1e-4, 3e-4, 9e-4, 3e-3, 5e-3)
-FINE_SEEDED_RATES = (3e-4, 9e-4, 3e-3)
+FINE_TUNED_RATES = FINE_SEEDED_RATES = (3e-4, 9e-4, 3e-3)
 """What turned out best in shorter runs, three times that, and ten times."""
 STRENGTHS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SWEPT_POWERS = (0.3, 0.5, 0.7)
@@ -342,14 +342,14 @@ def batch(room: Room) -> Iterator[Trial]:
 
 
 def fine_tuning(room: Room) -> Iterator[Trial]:
-    """Every setting of every method at all rates: runs are short."""
+    """Every setting of every method at three rates."""
     for settings in (*FINE_SETTINGS.values(), (_DEFAULT,)):
-        for setting, lr in product(settings, FINE_RATES):
+        for setting, lr in product(settings, FINE_TUNED_RATES):
             yield trial("sft", room.tuning, setting, lr)
 
 
 def fine_tuning_basin(room: Room, results: Mapping[str, Result]) -> Iterator[Trial]:
-    """The best setting of each method decayed, and with more seeds."""
+    """The best setting of each method at all rates, decayed, and with more seeds."""
     for setting in chosen(fine_tuning(room), FINE_SETTINGS, results):
         yield from _basin("sft", room.tuning, setting, FINE_RATES, FINE_SEEDED_RATES)
 
