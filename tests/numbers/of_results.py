@@ -160,6 +160,7 @@ def readme():
         f"{over(OURS, EMA):+.3f}, {wide[0]} and {wide[1]} nats",
         f"at ten times it ends at {at(OURS, 3e-2):.2f} where that EMA ends at {at(EMA, 3e-2):.2f}",
         f"{over(AVERAGE, EMA):.3f} above that EMA",
+        f"{shorter_over(6e-3):+} and {shorter_over(9e-3):+} from it at two and three times that rate",
     ]
 
 
