@@ -64,12 +64,14 @@ def rows(pace, wsd=0.0):
         ({1: -0.002, 2: -0.002, 3: -0.002}, True, "not confirmed: a tie"),
         ({1: -0.02, 2: 0.02, 3: -0.02}, True, "not settled: seeds differ by as much"),
         ({1: 0.02, 2: -0.02, 3: 0.02}, False, "not settled: seeds differ by as much"),
+        ({1: -0.02, 2: -0.06, 3: -0.03}, True, "not settled: seeds differ by as much"),  # 3 errors
+        ({1: 0.02, 2: -0.02, 3: 0.003}, True, "not settled: seeds differ by as much"),  # on the mean a tie
         ({1: 0.02, 2: 0.022, 3: 0.018}, True, "not confirmed: it is higher"),
         ({1: 0.02, 2: 0.022, 3: 0.018}, False, "not confirmed: it is higher"),
         ({1: 0.002, 2: 0.002, 3: 0.002}, False, "confirmed: a tie"),
     ],
 )
-def test_a_difference_counts_beyond_twice_its_error_and_a_tie(pace, strictly, said):
+def test_a_difference_counts_outside_of_its_interval_and_of_a_tie(pace, strictly, said):
     claim = Claim(ours=AVERAGE, theirs=EMA, times=2, strictly=strictly)
     found = claim.difference(rows(pace))
     assert found.loss == pytest.approx(sum(pace.values()) / 3) and found.count == 3

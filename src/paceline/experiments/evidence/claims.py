@@ -1,7 +1,7 @@
 """What the paper says of its methods, beside what our runs say: each a difference of two losses. No torch.
 
-A difference is taken seed by seed, of settings and rates that one other seed chose. It counts if it is more
-than twice its standard error; losses that are closer than `TIE` are the same to us.
+A difference is taken seed by seed, of settings and rates that seed 1 chose. It counts if it is outside of its
+95 % interval; losses that are closer than `TIE`, with an error below that, are the same to us.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +14,7 @@ from paceline.experiments.evidence.estimates import estimates_table
 from paceline.experiments.evidence.studies import ADAMW, DEFAULT, FREE, PACE, Room
 from paceline.experiments.evidence.tables import TABLES, Mean, Results, Row, baseline, rows_of
 from paceline.experiments.pages import markdown
+from paceline.experiments.report.verdict import errors_of
 
 TIE = 0.003
 
@@ -79,12 +80,12 @@ class Claim:
             return "runs are missing"
         if found.error is None:
             return "one seed: not settled"
-        margin = max(2 * found.error, TIE)
+        margin = max(errors_of(found.count) * found.error, TIE)
         if found.loss < -margin:
             return "confirmed" if self.strictly else "confirmed: it is lower"
         if found.loss > margin:
             return "not confirmed: it is higher"
-        if abs(found.loss) > TIE:
+        if max(abs(found.loss), found.error) > TIE:
             return "not settled: seeds differ by as much"
         return "not confirmed: a tie" if self.strictly else "confirmed: a tie"
 
