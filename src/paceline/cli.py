@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
@@ -127,6 +128,9 @@ def _fail(error: object, code: int) -> int:
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun then says it beside the rank, at its end
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+            # It takes what was said first for the cause. If this only follows from the end of another rank,
+            # that one is to come first, and one that was killed says nothing: torchrun has to see it itself.
+            time.sleep(2)
             get_error_handler().record_exception(RuntimeError(text))
     print(f"paceline: {text}", file=sys.stderr)
     return code
