@@ -3232,15 +3232,15 @@ KEPT = [
     Mutant(
         "kernel-tells-of-a-saturation-below-the-limit",
         "kernel.py",
-        "at_limit = (gains >= limit)",
-        "at_limit = (gains > limit)",
+        "inside & (gains >= limit)",
+        "inside & (gains > limit)",
         (f"{_TELLING}::test_what_is_told_is_what_copies_show",),
     ),
     Mutant(
         "kernel-tells-of-the-whole-step",
         "kernel.py",
-        "- before - pull\n",
-        "- before\n",
+        "given, gap, step - gain * way_there",
+        "given, gap, step",
         (f"{_TELLING}::test_what_is_told_is_what_copies_show",),
     ),
     Mutant(
@@ -3253,8 +3253,8 @@ KEPT = [
     Mutant(
         "kernel-tells-of-a-gradient-that-is-clipped",
         "kernel.py",
-        "tl.sum(given * given)",
-        "tl.sum(grad * grad)",
+        "count, given, gap, step - gain",
+        "count, grad, gap, step - gain",
         (f"{_TELLING}::test_of_other_gradients_and_moments",),
     ),
     Mutant(

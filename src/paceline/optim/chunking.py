@@ -31,7 +31,7 @@ class Segments(NamedTuple):
 
     places: Tensor  # (segments, 2) int64: the first of its sums, and that after its last
     starts: Tensor  # int64: the first segment of each tensor
-    shape: dict[str, int]  # as kernel.mean takes them
+    shape: dict[str, int]  # as `mean` of kernel_before.py takes them
 
 
 @lru_cache(maxsize=64)

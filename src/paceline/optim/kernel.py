@@ -233,26 +233,17 @@ def _advance(
     if SUMS > 0:
         store_sums(sums, v, first, offsets, count, MOMENTS, MASKED, SUMS, BLOCK)
     if TELL:
-        gains, ratios = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        pull, at_limit = gains, gains
-        if PULL != "none":
-            gains, ratios, pull = gains + gain, ratios + ratio, gain * way_there
-            at_limit = (gains >= limit).to(tl.float32)
-        inside = offsets < (count - first if MASKED else BLOCK)
-        step = (new if ROUNDING == "master" else live) - before - pull
-        tl.store(told, tl.sum(tl.where(inside, at_limit, 0.0)))
-        tl.store(told + 1, tl.sum(tl.where(inside, gains, 0.0)))
-        tl.store(told + 2, tl.sum(tl.where(inside, ratios, 0.0)))
-        tl.store(told + 3, tl.sum(given * gap))
-        tl.store(told + 4, tl.sum(tl.where(inside, pull * pull, 0.0)))
-        tl.store(told + 5, tl.sum(tl.where(inside, step * step, 0.0)))
-        tl.store(told + 6, tl.sum(gap * gap))
-        tl.store(told + 7, tl.sum(given * given))
-        stride, start = tl.load(picked), tl.load(picked + 1)
-        places = first + offsets
-        at, chosen = sample + 2 * (start + places // stride), inside & (places % stride == 0)
-        tl.store(at, gains, mask=chosen)
-        tl.store(at + 1, ratios, mask=chosen)
+        step = (new if ROUNDING == "master" else live) - before
+        if PULL == "none":
+            _tell(
+                told, picked, sample, first, offsets, count, given, gap, step,
+                0.0, 0.0, 0.0, 1.0, MASKED, BLOCK,
+            )  # fmt: skip
+        else:
+            _tell(
+                told, picked, sample, first, offsets, count, given, gap, step - gain * way_there,
+                gain * way_there, gain, ratio, limit, MASKED, BLOCK,
+            )  # fmt: skip
     if AVERAGES > 0:
         if not LOOKAHEAD:
             average = _moved(average, new, keep, move)
@@ -266,6 +257,30 @@ def _advance(
             returned, live, tl.load(row + 4), tl.load(row + 7), first, offsets, count, t,
             1, STORAGE, ALIGNED, MASKED, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def _tell(
+    told, picked, sample, first, offsets, count,
+    grad, gap, step, pull, gain, ratio, limit, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums over a chunk, and the gains and ratios of some of its elements; `step` is without the pull."""
+    zeros = tl.zeros((BLOCK,), tl.float32)
+    pulls, gains, ratios = zeros + pull, zeros + gain, zeros + ratio
+    inside = offsets < (count - first if MASKED else BLOCK)
+    tl.store(told, tl.sum((inside & (gains >= limit)).to(tl.float32)))
+    tl.store(told + 1, tl.sum(tl.where(inside, gains, 0.0)))
+    tl.store(told + 2, tl.sum(tl.where(inside, ratios, 0.0)))
+    tl.store(told + 3, tl.sum(grad * gap))
+    tl.store(told + 4, tl.sum(tl.where(inside, pulls * pulls, 0.0)))
+    tl.store(told + 5, tl.sum(tl.where(inside, step * step, 0.0)))
+    tl.store(told + 6, tl.sum(gap * gap))
+    tl.store(told + 7, tl.sum(grad * grad))
+    stride, start = tl.load(picked), tl.load(picked + 1)
+    places = first + offsets
+    at, chosen = sample + 2 * (start + places // stride), inside & (places % stride == 0)
+    tl.store(at, gains, mask=chosen)
+    tl.store(at + 1, ratios, mask=chosen)
 
 
 @triton.jit

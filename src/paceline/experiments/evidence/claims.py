@@ -1,7 +1,7 @@
 """What the paper says of its methods, beside what our runs say: each a difference of two losses. No torch.
 
-A difference is taken seed by seed, of settings and rates that seed 1 chose. It counts if it is outside of its
-95 % interval; losses that are closer than `TIE`, with an error below that, are the same to us.
+A difference is taken seed by seed, of settings and rates that seed 1 chose. It counts if its 95 %
+interval leaves out 0; losses that are closer than `TIE`, with an error below that, are the same to us.
 """
 
 from collections.abc import Callable, Iterable, Sequence
