@@ -11,6 +11,7 @@ beyond weights, gradients and state, in units of the weights.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -49,6 +50,8 @@ def measure(shapes: list[tuple[int, ...]], device: str, rounds: int) -> list[dic
     optimizers = {name: warm(shapes, device) for name in CONTENDERS}
     probes = {name: probe(optimizers[name], every) for name, every in CONTENDERS.items() if every}
     times: dict[tuple[str, bool], list[float]] = {}
+    gc.collect()
+    gc.disable()  # of few probed steps one that it falls into would be the median
     for t in range(3, rounds + 3):
         if sys.stdout.isatty():
             print(f"\rround {t - 2} of {rounds}", end="\r", flush=True)

@@ -26,6 +26,7 @@ from paceline.experiments.cost.hardware import COPYING, HARDWARE, PRODUCTS
 from paceline.experiments.cost.memory import kept
 from paceline.experiments.cost.price import of_run, together
 from paceline.experiments.cost.shape import SHAPES, named
+from paceline.experiments.cost.speed import MASKED
 from paceline.experiments.cost.tables import BUDGET, PACE, usual
 from paceline.experiments.cost.training import Training
 from paceline.experiments.paper.labels import EXPERIMENTS, cells
@@ -50,7 +51,7 @@ def ratio(name):
 
 @cache
 def shares():
-    rows = read(RECORDS, "2026-11-16-share-h200")["rows"]
+    rows = read(RECORDS, "2026-11-17-share-h200")["rows"]
     return {row["what"]: 100 * row["optimizer_share"] for row in rows if "optimizer_share" in row}
 
 
@@ -132,7 +133,10 @@ def around_page():
         return 100 * max(abs(one / other - 1) for one, other in pairs)
 
     state = by_optimizer(cpu)["gpt-18m", "torchao"]["state"]
+    probes = {row["contender"]: row for row in read(RECORDS, "2026-11-17-probe-h200")["rows"]}
+    probed, plain = probes["probe, every=1"]["probed ms"], probes["no probe"]["ms"]
     return [
+        f"a probed step took {probed:.0f} ms where others take {plain:.1f}",
         f"the two moments in {state:.2f} bytes a weight",
         f"{min(off):.1f} to {max(off):.1f} % of the way that they went",
         f"Losses differ by at most {apart('loss'):.2f} %, those of the averages by at most "
@@ -261,6 +265,8 @@ def cost_page():
         f"the fullest GPU has {fullest:.1f} times the mean",
         f"takes its operations at {100 * PRODUCTS:.0f} % of the peak",
         f"The {100 * PRODUCTS:.0f} % were fitted",
+        f"attention with one reaches about {100 * MASKED:.0f} % of the peak",
+        "(not compiled, 1,024 tokens;",
         f"the {100 * PRODUCTS:.0f} % of GPT-2's step",
         f"the speed of copying, {100 * COPYING:.0f} % of what",
         f"of whole steps {reached[0]:.0f} % for a 7M GPT in batches of 512",

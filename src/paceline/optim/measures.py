@@ -28,7 +28,7 @@ from paceline.optim.rule import (
 )
 from paceline.optim.sharded import local, mesh_of
 from paceline.optim.state import average_dtype, average_of, in_full, real
-from paceline.optim.told import Sums, Tell, sample_stride
+from paceline.optim.told import Tell, sample_stride
 
 # --- Before the step ------------------------------------------------------------------------------
 
@@ -197,7 +197,8 @@ def _measure_chunk(chunk: list[Watched], slopes: dict[Tensor, Slope]) -> Iterato
     for i, ((member, _), pull) in enumerate(zip(chunk, pulls)):
         product, gradient = slopes[member.parameter]
         lengths = (pull_lengths[i], step_lengths[i], gap_lengths[i], gradient)
-        sums = Sums(pull.saturated, pull.gain, pull.ratio, product, *lengths)
+        # In the order of told.Sums.
+        sums = torch.stack([pull.saturated, pull.gain, pull.ratio, product, *lengths])
         scalars = (ats[i].t, ats[i].lr, _rate(ats[i], recipe))
         yield Found(member.name, gaps[i].numel(), sums, pull.sample, pull.stride, scalars)
 
@@ -226,10 +227,8 @@ def told_of(found: Iterable[Member], told: Tell) -> Iterator[Found]:
             recipe = _recipe(member)
             at = at_step(count, recipe, 1.0)
             scalars[key] = at.t, at.lr, _rate(at, recipe)
-        lengths = Sums._fields.index("pull")
-        own = Sums(*sums[:lengths].unbind(), *sums[lengths:].sqrt().unbind())
         elements = real(local(member.parameter)).numel()
-        yield Found(member.name, elements, own, sample, stride, scalars[key])
+        yield Found(member.name, elements, sums, sample, stride, scalars[key])
 
 
 def _recipe(member: Member) -> Recipe:

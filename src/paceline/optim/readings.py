@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim.rule import Scalar
-from paceline.optim.told import Sums
+from paceline.optim.told import LENGTHS, Sums
 
 _TENTHS = (1, 5, 9)
 
@@ -100,7 +100,7 @@ class Found(NamedTuple):
 
     name: str
     elements: int
-    sums: Sums
+    sums: Tensor  # (8,) in the order of Sums
     sample: Tensor  # (2, n) gains and ratios of some coordinates
     stride: int  # how many coordinates each of the sample stands for
     scalars: tuple[Scalar, Scalar, Scalar]  # t, lr, rate
@@ -183,9 +183,11 @@ def _rows(found: list[Found], home: torch.device) -> Tensor:
     def stacked(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack([tensor.to(home, non_blocking=True) for tensor in tensors]).to(_width(home))
 
-    sums = stacked([total for entry in found for total in entry.sums]).view(len(found), -1)
-    lengths = Sums._fields.index("pull")
-    added = torch.cat([sums[:, :lengths].sum(0), sums[:, lengths:].square().sum(0).sqrt()])
+    sums = stacked([entry.sums for entry in found])
+    squares = sums.clone()
+    squares[:, LENGTHS].square_()
+    added = squares.sum(0)
+    added[LENGTHS].sqrt_()
     quantiles = stacked([*_quantiles(found), _overall_quantiles(found, home)])
     return torch.cat([torch.cat([sums, added.unsqueeze(0)]), quantiles], 1)
 

@@ -172,7 +172,7 @@ def low_bit_table(folder: Path) -> str:
 
 def probe_table(folder: Path) -> str:
     """What a probe adds to a step."""
-    gpu, cpu = (read(folder, f"2026-11-15-probe-{name}")["rows"] for name in ("h200", "cpu"))
+    gpu, cpu = (read(folder, name)["rows"] for name in ("2026-11-17-probe-h200", "2026-11-15-probe-cpu"))
     body = [
         [one["contender"], f"{one['ratio']:.2f}", f"{other['ratio']:.2f}"]
         for one, other in zip(gpu, cpu, strict=True)

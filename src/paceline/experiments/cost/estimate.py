@@ -213,6 +213,7 @@ def estimate(
         micro_batch=micro,
         accumulate=-(-run.batch_size // micro),
         activation_checkpointing=run.activation_checkpointing,
+        packed=run.task == "sft",
         clip=run.clip_norm is not None,
     )
     step, last = cost(training), _steps(run, shape, samples)

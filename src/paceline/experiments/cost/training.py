@@ -36,6 +36,8 @@ class Training:
     """Micro batches of a step."""
     activation_checkpointing: bool = False
     """Every layer keeps its input only, and is computed again in the backward pass."""
+    packed: bool = False
+    """Several examples in a sequence, kept apart by a mask, which the fastest attention does not take."""
     clip: bool = True
     """The gradient's norm is limited, by torch's `clip_grad_norm_`."""
     mfu: float | None = None
