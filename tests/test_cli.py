@@ -725,6 +725,7 @@ def test_the_best_checkpoint_is_one_that_is_kept(room, tmp_path, capsys):
 # --- Beside each other ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_runs_that_prepare_the_same_data_at_once_wait_for_each_other(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     write_text(tmp_path / "text.txt", paragraphs=4000)

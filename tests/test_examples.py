@@ -33,7 +33,7 @@ EXPECTED = {
 
 
 # What they show is in tests/integrations too; here it is half a minute of imports each.
-LONG = {"huggingface.py", "trl_sft.py"}
+LONG = {"huggingface.py", "lightning_example.py", "trl_sft.py"}
 PATHS = [
     pytest.param(path, id=path.name, marks=pytest.mark.long if path.name in LONG else ())
     for path in sorted(EXAMPLES.glob("*.py"))

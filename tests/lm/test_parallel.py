@@ -313,7 +313,7 @@ def kill_one_rank(folder, process, after):
 LONGER = ("--steps", "24", "--evaluate-every", "24", "--keep", "100", "--batch-size", "16")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path, words):
     words, _ = words
     with torchrun(tmp_path, [*words, *LONGER, "--parallel", "fsdp2"]) as process:

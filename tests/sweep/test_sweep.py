@@ -245,6 +245,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed,
     print(f"{killed} kills in {rounds} sweeps")
 
 
+@pytest.mark.long
 def test_a_signal_stops_and_saves_all_cells(room, undisturbed, tmp_path):
     _, expected, _ = undisturbed
     out = tmp_path / "s"
