@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from paceline import PACE
 from paceline.cli import main
@@ -25,7 +28,12 @@ from paceline.experiments.cost.memory import kept, layer_activations, local_elem
 from paceline.experiments.cost.optimizer import BLOCK, PRESETS, of_spec, preset
 from paceline.experiments.cost.pictures import draw
 from paceline.experiments.cost.shape import HUB, SHAPES, Tensor, named, of_gpt
-from paceline.experiments.cost.speed import computing, micro_batch_seconds, optimizer_seconds
+from paceline.experiments.cost.speed import (
+    PASSES_EAGER,
+    computing,
+    micro_batch_seconds,
+    optimizer_seconds,
+)
 from paceline.experiments.cost.training import Training
 from paceline.experiments.evidence import studies
 from paceline.experiments.evidence.estimates import estimates
@@ -34,6 +42,7 @@ from paceline.experiments.paper.scales import PAPER
 from paceline.lm.batch import Batch
 from paceline.lm.evaluate import autocast, summed_loss
 from paceline.lm.gpt import GPT, GPTShape
+from paceline.lm.pretrained import Pretrained
 from paceline.lm.throughput import operations_per_token
 from paceline.optim import storage
 
@@ -322,6 +331,54 @@ def test_memory_of_gpt2_is_that_of_the_records():
 
 
 # --- Seconds ------------------------------------------------------------------------------------------
+
+
+class Moved(TorchDispatchMode):
+    """Adds up the bytes of operands and results of whatever neither multiplies matrices nor attends."""
+
+    total = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), named=None):
+        found = operation(*arguments, **(named or {}))
+        name = operation.__name__
+        free = (
+            operation.is_view or operation.namespace != "aten" or name.startswith(("_unsafe_view", "empty"))
+        )
+        if not free and not name.startswith(("mm.", "addmm.", "_scaled_dot_product")):
+            each = {
+                id(t): t.nbytes for t in tree_leaves((arguments, named, found)) if isinstance(t, torch.Tensor)
+            }
+            self.total += sum(each.values())
+        return found
+
+
+def moved_bytes(model, batch, length):
+    """Forward and backward, on tensors without content."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Moved() as moved:
+        tokens = torch.zeros(batch, length, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = summed_loss(model, Batch(tokens, tokens, None))
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return moved.total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PASSES_EAGER)
+def test_passes_of_a_layer_that_is_not_compiled(kind):
+    t = pytest.importorskip("transformers")
+    moved, batch, length = [], 16, 1024
+    for layers in (1, 2):
+        if kind == "gpt":
+            shape = GPTShape(vocabulary=64, length=length, width=768, layers=layers, heads=12)
+            model, about = GPT(shape), training(of_gpt(shape), compile=False)
+        else:
+            about = training(replace(HUB["HuggingFaceTB/SmolLM2-135M"], length=length), compile=False)
+            sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_key_value_heads": 3}
+            config = t.LlamaConfig(vocab_size=64, num_hidden_layers=layers, num_attention_heads=9, **sizes)
+            model = Pretrained(t.LlamaForCausalLM(config))
+        moved.append(moved_bytes(model, batch, length))
+    own = (moved[1] - moved[0]) / (batch * length)
+    assert own / layer_activations(about) == pytest.approx(PASSES_EAGER[kind], rel=0.05)
 
 
 @pytest.mark.parametrize("model", checks.MODELS)

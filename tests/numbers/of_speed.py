@@ -26,7 +26,7 @@ from paceline.experiments.cost.hardware import COPYING, HARDWARE, PRODUCTS
 from paceline.experiments.cost.memory import kept
 from paceline.experiments.cost.price import of_run, together
 from paceline.experiments.cost.shape import SHAPES, named
-from paceline.experiments.cost.speed import MASKED
+from paceline.experiments.cost.speed import MASKED, PASSES_EAGER
 from paceline.experiments.cost.tables import BUDGET, PACE, usual
 from paceline.experiments.cost.training import Training
 from paceline.experiments.paper.labels import EXPERIMENTS, cells
@@ -265,6 +265,7 @@ def cost_page():
         f"the fullest GPU has {fullest:.1f} times the mean",
         f"takes its operations at {100 * PRODUCTS:.0f} % of the peak",
         f"The {100 * PRODUCTS:.0f} % were fitted",
+        f"not compiled: {PASSES_EAGER['gpt']:.0f} in a GPT of ours, {PASSES_EAGER['llama']} in a Llama",
         f"attention with one reaches about {100 * MASKED:.0f} % of the peak",
         "(not compiled, 1,024 tokens;",
         f"the {100 * PRODUCTS:.0f} % of GPT-2's step",
