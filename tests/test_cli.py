@@ -144,7 +144,10 @@ def test_the_examples_of_the_help_are_right(command):
         ),
         ("train pretrain --out x --steps 5 --keep-steps 0", "keep_steps is (0,); allowed: each at least 1"),
         ("train pretrain --out x --steps 5 --lr nan", "lr is nan; allowed: 0 or more, and finite"),
-        ("train pretrain --out x --steps 5 --task sft", "unknown argument '--task'"),
+        (
+            "train pretrain --out x --steps 5 --task sft",
+            "unknown argument '--task'; it is a word: paceline train sft …",
+        ),
         ("train pretrain --out x --steps 5 --precision bf16", "precision is 'bf16' (did you mean bfloat16?)"),
         (
             "train pretrain --out x --steps 5 --optimizer adam",

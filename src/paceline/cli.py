@@ -207,8 +207,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     paper.add_figures(add("figures", "figures of the paper, from records of its experiments", _figures))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
+        flag = unknown[0].partition("=")[0]
         flags = [f"--{name.replace('_', '-')}" for name in config.documentation()]
-        raise ConfigError(f"unknown argument {unknown[0][:80]!r}{config.nearest(unknown[0], flags)}")
+        if flag == "--task":
+            known = "; it is a word: paceline train sft …"
+        elif flag in flags:
+            known = "; paceline train takes it, this command does not: see its --help"
+        else:
+            known = config.nearest(flag, flags)
+        raise ConfigError(f"unknown argument {unknown[0][:80]!r}{known}")
     return options
 
 

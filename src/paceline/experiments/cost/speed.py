@@ -8,8 +8,8 @@ from paceline.experiments.cost.optimizer import FOREACH
 from paceline.experiments.cost.training import Training
 
 # Passes over what a layer keeps for its backward pass, by kernels that do not multiply: written and read in
-# forward, read in backward, its gradient written and read. Without torch.compile no two operations are one: in
-# a Llama of transformers a norm alone is six. Counted from the operands of its operations (tests/cost).
+# forward, read in backward, its gradient written and read. Without torch.compile no two operations are one:
+# in a Llama of transformers a norm alone is six. Counted from the operands of its operations (tests/cost).
 _PASSES = 5.0
 PASSES_EAGER = {"gpt": 6.0, "llama": 16.5}
 _PASSES_AGAIN = 2 / 5  # of them in the second forward pass of activation checkpointing
