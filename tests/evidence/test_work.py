@@ -61,7 +61,7 @@ def test_no_more_runs_at_once_than_fit():
     large, small = ([one.run for one in batch(GPU) if one.batch == factor] for factor in (16, 4))
     assert fitting(large, [h200]) == fitting([*large, *small], [h200]) == 5
     assert fitting(small, [h200]) > 8 and fitting(large, [h200, h200]) == 10
-    assert fitting([one.run for one in fine_tuning(GPU)], [h200]) == 4
+    assert fitting([one.run for one in fine_tuning(GPU)], [h200]) == 7
     assert fitting(large, [10**9]) == 1
     assert fitting(large, []) is None
     assert fitting([one.run for one in gpt2(CPU)], [h200]) is None

@@ -1,5 +1,7 @@
 """What runs were estimated to take, beside what they took. No torch."""
 
+from dataclasses import replace
+
 from paceline.experiments.config import ConfigError
 from paceline.experiments.cost.hardware import HARDWARE
 from paceline.experiments.cost.price import of_run, together
@@ -19,7 +21,8 @@ def estimates(room: Room, results: Results) -> dict[str, tuple[int, float, float
     trials = {one.name: one for study in studies.STUDIES.values() for one in _trials(study, room, results)}
     for kind, jobs in AT_ONCE.items():
         done = [one for name, one in trials.items() if name.split("_")[0] == kind and name in results]
-        prices = [price for one in done if (price := of_run(one.run, HARDWARE["h200"])) is not None]
+        runs = [replace(one.run, compile=results[one.name].config["compile"]) for one in done]
+        prices = [price for run in runs if (price := of_run(run, HARDWARE["h200"])) is not None]
         estimated = together(prices).lasting(jobs)
         if done and estimated is not None and len(prices) == len(done):
             taken = sum(results[one.name].seconds for one in done) / jobs

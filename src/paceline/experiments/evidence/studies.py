@@ -73,7 +73,8 @@ GPU = Room(
     },
     tuning={"task": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "length": 1024, "batch_size": 16}
     | {"steps": 300, "warmup": 30, "precision": "bfloat16", "held_out_samples": 128, "evaluate_every": 150}
-    | {"checkpoint_every": 300},  # of 2 to 4 GB, more than half of the time of so short a run
+    | {"compile": True}
+    | {"checkpoint_every": 300},  # each of 2 to 4 GB, of a run of two minutes
     gpt2={"model": "gpt2", "tokenizer": "gpt2", "length": 1024, "batch_size": 128, "micro_batch_size": 32}
     | {"steps": 1200, "warmup": 120, "compile": True, "precision": "bfloat16", "held_out_samples": 256}
     | {"evaluate_every": 200},
