@@ -3279,6 +3279,20 @@ KEPT = [
         (f"{_TELLING}::test_of_tensors_that_are_sampled",),
     ),
     Mutant(
+        "told-lengths-stay-squares",
+        "told.py",
+        "sums[:, LENGTHS].sqrt_()",
+        "sums[:, LENGTHS]",
+        (f"{_TELLING}::test_what_is_told_is_what_copies_show",),
+    ),
+    Mutant(
+        "readings-add-lengths",
+        "readings.py",
+        "squares[:, LENGTHS].square_()",
+        "squares[:, LENGTHS]",
+        ("tests/optim/test_probes.py::test_figures_of_pace",),
+    ),
+    Mutant(
         "pace-tells-again-and-again",
         "pace.py",
         "tell, self.telling = self.telling, None",
