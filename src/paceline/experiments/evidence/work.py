@@ -13,12 +13,15 @@ from paceline.experiments.evidence.studies import ROOMS, STUDIES, Room, Trial, b
 from paceline.experiments.live import Rows, shown
 from paceline.experiments.paper import lines
 from paceline.experiments.paper.lines import Result
+from paceline.experiments.run import end_of, has_checkpoint
 from paceline.experiments.sweep.command import local_engine
 from paceline.experiments.sweep.conduct import Swept, cells_of, sweep
 
 Say = Callable[[str], None]
 FULL = 0.85
 """The share of a GPU's memory that runs at once may take, by an estimate of each."""
+AGAIN = "again"
+"""Folder of runs that were done again."""
 MARGIN = 1.0
 """Nats above the first loss: a run that stays there has diverged."""
 
@@ -40,7 +43,7 @@ def work(
         jobs: runs at once.
     """
     known, failed = lines.read(records), []
-    done = _Lines(out / "cells", keep)
+    done = _Lines((out / AGAIN, out / "cells"), keep, known)
     for name in studies:
         trials = list(STUDIES[name](room, known | done.results()))
         later = list(branches(trials, room))
@@ -54,6 +57,7 @@ def work(
         if fit is not None and fit < jobs:
             say(f"{fit} at once, not {jobs}: more would not fit into the GPU's memory")
         at_once = jobs if fit is None else min(jobs, fit)
+        _move_away(wanted.values(), out)
         failed += _swept(wanted, [one for one in later if one.name not in wanted], out, at_once, done, say)
     return failed
 
@@ -83,6 +87,21 @@ def left(trials: Mapping[str, Trial], known: Mapping[str, Result]) -> dict[str, 
         if one.run.after is not None and one.run.after[0] not in found:
             found[one.run.after[0]] = trials[one.run.after[0]]
     return {name: one for name, one in trials.items() if name in found}
+
+
+def _move_away(trials: Iterable[Trial], out: Path) -> None:
+    """Runs that are finished but have no checkpoint any more that one of these goes on from: they are done
+    again."""
+    for one in trials:
+        if one.run.after is None or lines.is_ended(out / "cells" / one.name):
+            continue
+        name, step = one.run.after
+        folder, away = out / "cells" / name, out / AGAIN / name
+        end = end_of(folder)
+        finished = end is not None and end["outcome"] == "finished"
+        if finished and not has_checkpoint(folder, step) and not away.exists():
+            away.parent.mkdir(exist_ok=True)
+            folder.rename(away)
 
 
 def _swept(
@@ -115,16 +134,20 @@ def _swept(
 
 
 class _Lines:
-    """The lines of all runs in a folder that have ended, in a file: each read once."""
+    """The lines of all runs in folders that have ended, in a file: each read once. Of a run that was done
+    again the first: settings were chosen by it."""
 
-    def __init__(self, cells: Path, keep: Path) -> None:
-        self._cells, self._keep = cells, keep
+    def __init__(self, folders: Iterable[Path], keep: Path, known: Mapping[str, Result]) -> None:
+        self._folders, self._keep, self._known = tuple(folders), keep, known
         self._lines: dict[str, dict[str, Any]] = {}
 
     def write(self) -> None:
-        """Add those that have ended since."""
-        for folder in sorted(self._cells.iterdir()) if self._cells.is_dir() else ():
-            if folder.name not in self._lines and folder.is_dir() and lines.is_ended(folder):
+        """Add those that have ended since, and that no record has."""
+        for folder in (
+            one for all_of in self._folders if all_of.is_dir() for one in sorted(all_of.iterdir())
+        ):
+            new = folder.name not in self._lines and folder.name not in self._known
+            if new and folder.is_dir() and lines.is_ended(folder):
                 self._lines[folder.name] = lines.line_of(folder)
         lines.write(self._lines.values(), self._keep)
 
