@@ -156,7 +156,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        made.set_defaults(command=command)
+        made.set_defaults(command=command, usage=made.format_usage)
         return made
 
     _add_compare(
@@ -208,13 +208,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        flags = [f"--{name.replace('_', '-')}" for name in config.documentation()]
-        if flag == "--task":
+        known = config.nearest(flag, re.findall(r"--[a-z][\w-]*", options.usage()))
+        if flag == "--task" and options.command is _train:
             known = "; it is a word: paceline train sft …"
-        elif flag in flags:
-            known = "; paceline train takes it, this command does not: see its --help"
-        else:
-            known = config.nearest(flag, flags)
         raise ConfigError(f"unknown argument {unknown[0][:80]!r}{known}")
     return options
 

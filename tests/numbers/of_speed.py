@@ -137,6 +137,11 @@ def around_page():
     probed, plain = probes["probe, every=1"]["probed ms"], probes["no probe"]["ms"]
     return [
         f"a probed step took {probed:.0f} ms where others take {plain:.1f}",
+        f"from the other rows it would be {0.99 + 0.01 * probed / plain:.2f})",
+        "200 rounds on the GPU;",
+        f"one byte for {round(1 / (4 * probes['probe, every=1']['temporary'])):d} weights".replace(
+            "3", "three"
+        ),
         f"the two moments in {state:.2f} bytes a weight",
         f"{min(off):.1f} to {max(off):.1f} % of the way that they went",
         f"Losses differ by at most {apart('loss'):.2f} %, those of the averages by at most "
@@ -266,7 +271,7 @@ def cost_page():
         f"takes its operations at {100 * PRODUCTS:.0f} % of the peak",
         f"The {100 * PRODUCTS:.0f} % were fitted",
         f"not compiled: {PASSES_EAGER['gpt']:.0f} in a GPT of ours, {PASSES_EAGER['llama']} in a Llama",
-        f"attention with one reaches about {100 * MASKED:.0f} % of the peak",
+        f"is as if attention with a mask reached {100 * MASKED:.0f} % of the peak",
         "(not compiled, 1,024 tokens;",
         f"the {100 * PRODUCTS:.0f} % of GPT-2's step",
         f"the speed of copying, {100 * COPYING:.0f} % of what",

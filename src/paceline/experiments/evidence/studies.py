@@ -74,7 +74,7 @@ GPU = Room(
     tuning={"task": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "length": 1024, "batch_size": 16}
     | {"steps": 300, "warmup": 30, "precision": "bfloat16", "held_out_samples": 128, "evaluate_every": 150}
     | {"compile": True}
-    | {"checkpoint_every": 300},  # each of 2 to 4 GB, of a run of two minutes
+    | {"checkpoint_every": 300},  # each of 2 to 5 GB, of a run of two minutes
     gpt2={"model": "gpt2", "tokenizer": "gpt2", "length": 1024, "batch_size": 128, "micro_batch_size": 32}
     | {"steps": 1200, "warmup": 120, "compile": True, "precision": "bfloat16", "held_out_samples": 256}
     | {"evaluate_every": 200},
