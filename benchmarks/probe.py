@@ -58,6 +58,7 @@ def measure(shapes: list[tuple[int, ...]], device: str, rounds: int) -> list[dic
         for name, every in CONTENDERS.items():
             probed = every is not None and t % every == 0
             times.setdefault((name, probed), []).append(seconds(optimizers[name].step, device))
+    gc.enable()
     assert {name: len(p.history) for name, p in probes.items()} == {
         name: min(1000, len(times.get((name, True), []))) for name in probes
     }

@@ -268,6 +268,7 @@ FINE_RATES = (1e-4, 3e-4, 9e-4, 3e-3, 5e-3)
 FINE_SEEDED_RATES = (3e-4, 9e-4, 3e-3)
 """What turned out best in shorter runs, three times that, and ten times."""
 FINE_TUNED_RATES = FINE_SEEDED_RATES[:2]
+"""The highest is no setting's best."""
 STRENGTHS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SWEPT_POWERS = (0.3, 0.5, 0.7)
 SWEPT_RATES = (2e-3, 6e-3)
