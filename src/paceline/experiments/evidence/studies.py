@@ -6,7 +6,7 @@ depends on what `tuning` found, so it also takes results.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, final
 
 from paceline.experiments.config import ConfigError, Run, named_averages
@@ -351,9 +351,11 @@ def fine_tuning(room: Room) -> Iterator[Trial]:
 
 
 def fine_tuning_basin(room: Room, results: Mapping[str, Result]) -> Iterator[Trial]:
-    """The best setting of each method at all rates, decayed, and with more seeds."""
-    for setting in chosen(fine_tuning(room), FINE_SETTINGS, results):
-        yield from _basin("sft", room.tuning, setting, FINE_RATES, FINE_SEEDED_RATES)
+    """The best setting of each method at all rates, decayed, and with more seeds; of all methods the first
+    seed before the others, so that what is done can be compared."""
+    settings = chosen(fine_tuning(room), FINE_SETTINGS, results)
+    runs = (_basin("sft", room.tuning, setting, FINE_RATES, FINE_SEEDED_RATES) for setting in settings)
+    yield from sorted(chain.from_iterable(runs), key=lambda one: one.seed)
 
 
 def gpt2(room: Room) -> Iterator[Trial]:
