@@ -29,6 +29,7 @@ from paceline.experiments.cost.optimizer import BLOCK, PRESETS, of_spec, preset
 from paceline.experiments.cost.pictures import draw
 from paceline.experiments.cost.shape import HUB, SHAPES, Tensor, named, of_gpt
 from paceline.experiments.cost.speed import (
+    MASKED,
     PASSES_EAGER,
     computing,
     micro_batch_seconds,
@@ -380,6 +381,16 @@ def test_passes_of_a_layer_that_is_not_compiled(kind):
         moved.append(moved_bytes(model, batch, length))
     own = (moved[1] - moved[0]) / (batch * length)
     assert own / layer_activations(about) == pytest.approx(PASSES_EAGER[kind], rel=0.05)
+
+
+def test_attention_with_a_mask_is_as_slow_as_the_record_says():
+    found = record("2026-11-17-packed-h200.json")
+    operations = 16 * 30 * 3 * 4 * 576 * 1024.0**2  # rows, layers, rounds, two products of whole squares
+    assert operations / (H200.peak * found["attention_ms"] / 1e3) == pytest.approx(MASKED, abs=0.005)
+    shape = replace(HUB["HuggingFaceTB/SmolLM2-135M"], length=1024)
+    compiled = training(shape, micro_batch=16, packed=True)
+    (ms,) = [row["ms"] for row in found["rows"] if row["what"] == "packed, compiled"]
+    assert 1e3 * micro_batch_seconds(compiled) == pytest.approx(ms, rel=0.2)
 
 
 @pytest.mark.parametrize("model", checks.MODELS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_studies import made_up
 
-from paceline.experiments.evidence import claims, figures, studies
+from paceline.experiments.evidence import claims, figures, studies, tables
 from paceline.experiments.evidence.claims import AVERAGE, EMA, WSD, Claim
 from paceline.experiments.evidence.studies import CPU, DEFAULT, GPU, PACE, STUDIES, together
 from paceline.experiments.evidence.tables import rows_of
@@ -92,6 +92,31 @@ def test_one_seed_settles_nothing():
     found = rows_of(studies.basin(GPU, results), results)
     claim = Claim(ours=AVERAGE, theirs=EMA)
     assert claim.verdict(claim.difference(found)) == "one seed: not settled"
+
+
+def test_a_best_rate_is_not_known_before_all_are_run():
+    results = everything(GPU, lambda one, view: 3.0 + abs(one.lr - 3e-3))
+    trials = list(studies.basin(GPU, results))
+    (away,) = [
+        one.name
+        for one in trials
+        if (one.method, one.schedule, one.lr, one.seed) == (PACE, "constant", 3e-3, studies.SEED)
+    ]
+    del results[away]
+    found = rows_of(trials, results)
+    own = Claim(ours=AVERAGE, theirs=EMA)
+    assert own.difference(found) is None and own.verdict(None) == "runs are missing"
+    assert Claim(ours=AVERAGE, theirs=EMA, times=2).difference(found).count == 3
+    regret = {line.split(" | ")[0]: line.split(" | ") for line in tables.regret(found).splitlines()}
+    (pulled,) = [cells for title, cells in regret.items() if title.startswith("| PACE (")]
+    assert pulled[1:3] == ["", ""] and pulled[3].startswith("+0.000")
+    assert Claim(ours=AVERAGE, theirs=WSD).is_about(trials, found)
+
+
+def test_multiples_of_a_rate_that_nobody_ran_have_no_column():
+    results = everything(GPU, lambda one, view: 3.0 + abs(one.lr - 3e-4))
+    head = tables.regret(rows_of(studies.fine_tuning_basin(GPU, results), results)).splitlines()[0]
+    assert head == "|  | its best rate | there | 1 × 0.0003 | 3 × 0.0003 | 10 × 0.0003 |"
 
 
 def test_verdicts_say_what_is_not_done():

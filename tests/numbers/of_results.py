@@ -6,7 +6,7 @@ from statistics import fmean
 from said import RECORDS, Numbers
 
 from paceline.experiments.evidence import studies
-from paceline.experiments.evidence.claims import AVERAGE, EMA, LIVE, LONG, OURS, TIE, Claim
+from paceline.experiments.evidence.claims import AVERAGE, EMA, LIVE, LONG, OURS, SCHEDULE_FREE, TIE, Claim
 from paceline.experiments.evidence.studies import GPU, loss_of
 from paceline.experiments.evidence.tables import Row, mean_of, rows_of
 from paceline.experiments.paper import lines
@@ -116,19 +116,35 @@ def gpt2_over(view, other, step=-1):
     return ours[view] - theirs[other]
 
 
-def best_in_fine_tuning(method):
-    """The lowest loss so far, and its rate."""
+@cache
+def fine() -> list[Row]:
+    """The basin of fine-tuning."""
     results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
-    done = [one for one in studies.fine_tuning(GPU) if one.method == method]
-    losses = [(loss_of(one, results, view)[0], one.lr) for one in done for view in one.views[1:] or one.views]
-    return "{:.3f} at {:g}".format(*min(losses))
+    return rows_of(studies.fine_tuning_basin(GPU, results), results)
 
 
-def at_a_third_rate():
-    """AdamW's best EMA in the two runs that were done there."""
-    results = lines.read(sorted(RECORDS.glob("*evidence-sft*.jsonl")))
-    done = [result for name, result in results.items() if "_lr0.003_constant_300_s1" in name]
-    return sorted(min(loss for _, loss in one.evaluations[-1][1].items()) for one in done)
+def fine_over(ours, times=None):
+    """Of AdamW's best EMA, each at its best rate or both at a multiple of AdamW's."""
+    return Claim(ours=ours, theirs=EMA, times=times).difference(fine())
+
+
+def regret_in_fine_tuning(side, times):
+    """Over AdamW's best EMA at its best rate."""
+    own, ema = side.row(fine()), EMA.row(fine())
+    return own.over(ema, times * ema.best_rate, ema.best_rate)
+
+
+def fine_at(side, lr):
+    """The mean loss of the seeds that there are."""
+    return side.row(fine()).mean(lr).loss
+
+
+def adamw_in_fine_tuning(lr, view):
+    """Of three seeds, the setting that was chosen."""
+    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    setting = studies.chosen(studies.fine_tuning(GPU), studies.FINE_SETTINGS, results)[0]
+    trials = [studies.trial("sft", GPU.tuning, setting, lr, seed=seed) for seed in (1, 2, 3)]
+    return fmean(loss_of(one, results, view)[0] for one in trials)
 
 
 def results_page():
@@ -142,6 +158,10 @@ def results_page():
     near, far, largest = larger_batches_over(4e-3), larger_batches_over(8e-3), of_the_largest_batch()
     assert near[0] == near[1] and near[0] > 0 > far[3]
     both = [mean_over(OURS, EMA, times) for times in (2, 3)]
+    at_best = [fine_at(side, 3e-4) for side in (EMA, AVERAGE, LONG, OURS)]
+    assert min(mean.loss for row in fine() if (mean := row.mean(9e-4))) == fine_at(LONG, 9e-4)
+    assert LONG.row(fine()).view == "power_0_8" and EMA.row(fine()).view == "power_0_7"
+    assert LONG.row(fine()).best_rate == 9e-4 and EMA.row(fine()).best_rate == 3e-4
     theirs_there = with_a_larger_batch(studies.PLAIN, 4e-3, "power_0_6")
     beside = [
         with_a_larger_batch(setting, 4e-3, "power_0_6") - theirs_there
@@ -180,13 +200,19 @@ def results_page():
         "setting it is {:+} and {:+} at the".format(*(shorter_over(lr, seeds=(2, 3)) for lr in (6e-3, 9e-3))),
         f"kept beside them {beside[0]:.3f} and {beside[1]:.3f})",
         "65.5M tokens",
-        f"AdamW's best EMA is {best_in_fine_tuning(studies.ADAMW)}, Schedule-Free's",
-        f"best is {best_in_fine_tuning(studies.FREE)}.",
         "on conversations, 300 steps of 16 × 1,024 tokens.",
         "from a file of 4-bit weights (GGUF's Q4_1) that are trained in float32",
-        "also done at 0.003, before tuning was cut to two rates: {:.3f} and {:.3f}.".format(
-            *at_a_third_rate()
-        ),
+        f"{-fine_over(LONG)} below AdamW's best EMA at AdamW's",
+        f"best rate it is {-fine_over(LONG, 3)} and {-fine_over(LONG, 10)} below it",
+        f"does not reach the EMA at its best rate ({fine_over(AVERAGE).loss:.3f} above)",
+        f"{-fine_over(OURS, 3)} and {-fine_over(OURS, 10)} below it at the other two",
+        f"all end within {max(at_best) - min(at_best):.3f} of one another",
+        f"(κ = 0.8) ends at {fine_at(LONG, 9e-4):.3f}, the lowest of all",
+        f"AdamW's EMA ends at {fine_at(EMA, 9e-4):.3f} with κ = 0.7",
+        f"and at {adamw_in_fine_tuning(9e-4, 'power_0_8'):.3f} with κ = 0.8",
+        f"it ends at {fine_at(LONG, 3e-3):.3f}, Schedule-Free at {fine_at(SCHEDULE_FREE, 3e-3):.3f}, the "
+        f"default at {fine_at(OURS, 3e-3):.3f}, AdamW's EMA at {fine_at(EMA, 3e-3):.3f} "
+        f"(with κ = 0.8 at {adamw_in_fine_tuning(3e-3, 'power_0_8'):.3f})",
     ]
 
 
@@ -201,11 +227,25 @@ def readme():
         f"at ten times it ends at {at(OURS, 3e-2):.2f} where that EMA ends at {at(EMA, 3e-2):.2f}",
         f"{over(AVERAGE, EMA):.3f} above that EMA",
         f"{shorter_over(6e-3):+} and {shorter_over(9e-3):+} from it at two and three times that rate",
+        f"is {fine_over(LONG):+} from that EMA with each at its best rate, and {fine_over(LONG, 3):+} and "
+        f"{fine_over(LONG, 10):+} with both",
+        "the default is {:+.3f}, {:+.3f} and {:+.3f} from it".format(
+            *(fine_over(OURS, times).loss for times in (None, 3, 10))
+        ),
+    ]
+
+
+def choose_page():
+    regrets = [regret_in_fine_tuning(LONG, times) for times in (1, 3, 10)]
+    return [
+        f"it gave {regrets[0].loss:+.3f} at the best rate, {regrets[1]:+} at three times it and "
+        f"{regrets[2].loss:+.3f} at ten times it, where AdamW's EMA loses "
+        f"{regret_in_fine_tuning(EMA, 10).loss:.3f}",
     ]
 
 
 RESULTS = Numbers(
-    measured={"README.md": readme, "docs/results.md": results_page},
+    measured={"README.md": readme, "docs/results.md": results_page, "docs/choose.md": choose_page},
     fixed={
         "README.md": ["torch 2.10", "power 0.2", "power 0.7", "power 0.5", "Apache-2.0"],
         "docs/distributed.md": ["waits 30 seconds for its ranks", "given up after 10 minutes"],
@@ -216,6 +256,12 @@ RESULTS = Numbers(
             "At 0.008 all of them",
             "1,000 and 250 steps",
             "c = 0.01",
+            "(c = 0.03, κ = 0.5, returned with κ = 0.8;",
+            "were also done at 0.003,",
+            "At 0.0003, AdamW's",
+            "At 0.0009 PACE",
+            "was best at 0.0003,",
+            "At 0.003, ten times",
             "κ = 0.3",
             "κ = 0.7",
             "2.5B",

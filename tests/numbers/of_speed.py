@@ -136,9 +136,9 @@ def around_page():
     probes = {row["contender"]: row for row in read(RECORDS, "2026-11-17-probe-h200")["rows"]}
     probed, plain = probes["probe, every=1"]["probed ms"], probes["no probe"]["ms"]
     return [
-        f"a probed step took {probed:.0f} ms where others take {plain:.1f}",
+        f"a probed step takes {probed:.1f} ms where others take {plain:.1f}",
         f"from the other rows it would be {0.99 + 0.01 * probed / plain:.2f})",
-        "200 rounds on the GPU;",
+        "300 rounds on the GPU;",
         f"one byte for {round(1 / (4 * probes['probe, every=1']['temporary'])):d} weights".replace(
             "3", "three"
         ),
@@ -262,6 +262,8 @@ def cost_page():
     assert long[0] == "gpt:25m" and short == ("gpt:25m", "PACE, int8")
     rest = [abs(e) for at, e in took.items() if at[0] != "gpt:25m"]
     rest += [abs(e) for at, e in ours.items() if at != short]
+    packed = read(RECORDS, "2026-11-17-packed-h200")
+    packing = {row["what"]: row["ms"] for row in packed["rows"]}
     return [
         f"GPU-hours (of {cost(usual('70b', 1024, adamw)).gpu_hours(BUDGET) / 1e6:.1f} million)",
         f"(under {math.ceil(max(walls))} ms for the 148 tensors of GPT-2)",
@@ -271,8 +273,9 @@ def cost_page():
         f"takes its operations at {100 * PRODUCTS:.0f} % of the peak",
         f"The {100 * PRODUCTS:.0f} % were fitted",
         f"not compiled: {PASSES_EAGER['gpt']:.0f} in a GPT of ours, {PASSES_EAGER['llama']} in a Llama",
-        f"is as if attention with a mask reached {100 * MASKED:.0f} % of the peak",
-        "(not compiled, 1,024 tokens;",
+        f"Attention with a mask reaches {100 * MASKED:.0f} % of the peak",
+        f"1,024 tokens: {packed['attention_ms']:.1f} ms of {packing['packed']:.1f} that forward",
+        f"Compiled, the same takes {packing['packed, compiled']:.1f} ms.",
         f"the {100 * PRODUCTS:.0f} % of GPT-2's step",
         f"the speed of copying, {100 * COPYING:.0f} % of what",
         f"of whole steps {reached[0]:.0f} % for a 7M GPT in batches of 512",

@@ -17,9 +17,9 @@ _PASSES_AGAIN = 2 / 5  # of them in the second forward pass of activation checkp
 # over float32.
 _LOSS_EAGER = 40.0
 
-MASKED = 0.13
-"""Share of the stated operations that attention with a mask reaches, forward and backward, if it is all that
-fine-tuning SmolLM2-135M takes beyond the rest (records/2026-11-17-evidence-sft.jsonl)."""
+MASKED = 0.19
+"""Share of the stated operations that attention with a mask reaches, forward and backward: SmolLM2-135M with
+1,024 tokens (records/2026-11-17-packed-h200.json)."""
 
 HOST_OF_LAYER = {True: 1e-3, False: 2e-3}
 """Seconds that the host takes to launch forward and backward of a layer, compiled or not. A device that is

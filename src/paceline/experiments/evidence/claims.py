@@ -59,7 +59,8 @@ class Claim:
         if own is None or other is None or found is None:
             return None
         if self.times is None:
-            return own.over(other, own.best_rate, other.best_rate)
+            known = own.is_whole and other.is_whole
+            return own.over(other, own.best_rate, other.best_rate) if known else None
         there = [lr for lr in other.rates if self._is_at(lr, found[1])]
         return own.over(other, there[0], there[0]) if there else None
 

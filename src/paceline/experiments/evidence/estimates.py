@@ -10,23 +10,27 @@ from paceline.experiments.evidence.studies import Room, Trial
 from paceline.experiments.evidence.tables import Results
 from paceline.experiments.pages import markdown
 
-AT_ONCE = {"gpt": 8, "sft": 4, "gpt2": 3}
-"""By the first word of their names: how many runs were on the GPU at once, each with a share of it."""
+AT_ONCE = {("gpt", True): 8, ("sft", False): 4, ("sft", True): 6, ("gpt2", True): 3}
+"""By the first word of their names, and whether they were compiled: how many runs were on the GPU at once,
+each with a share of it."""
 TITLES = {"gpt": "pretraining a 7M GPT", "sft": "fine-tuning SmolLM2-135M", "gpt2": "GPT-2 124M"}
 
 
-def estimates(room: Room, results: Results) -> dict[str, tuple[int, float, float]]:
+def estimates(room: Room, results: Results) -> dict[tuple[str, bool], tuple[int, float, float]]:
     """Of each kind of run: how many there are, and minutes of an H200, estimated and taken."""
     found = {}
     trials = {one.name: one for study in studies.STUDIES.values() for one in _trials(study, room, results)}
-    for kind, jobs in AT_ONCE.items():
-        done = [one for name, one in trials.items() if name.split("_")[0] == kind and name in results]
-        runs = [replace(one.run, compile=results[one.name].config["compile"]) for one in done]
-        prices = [price for run in runs if (price := of_run(run, HARDWARE["h200"])) is not None]
+    for (kind, compiled), jobs in AT_ONCE.items():
+        done = [
+            replace(one, run=replace(one.run, compile=compiled))
+            for name, one in trials.items()
+            if name.split("_")[0] == kind and name in results and results[name].config["compile"] == compiled
+        ]
+        prices = [price for one in done if (price := of_run(one.run, HARDWARE["h200"])) is not None]
         estimated = together(prices).lasting(jobs)
         if done and estimated is not None and len(prices) == len(done):
             taken = sum(results[one.name].seconds for one in done) / jobs
-            found[kind] = len(done), estimated / 60, taken / 60
+            found[kind, compiled] = len(done), estimated / 60, taken / 60
     return found
 
 
@@ -40,7 +44,8 @@ def _trials(study: studies.Study, room: Room, results: Results) -> list[Trial]:
 def estimates_table(room: Room, results: Results) -> str:
     """In words."""
     body = []
-    for kind, (count, estimated, taken) in estimates(room, results).items():
+    for (kind, compiled), (count, estimated, taken) in estimates(room, results).items():
         minutes = f"{estimated:.1f} min", f"{taken:.1f} min", f"{taken / estimated:.2f}"
-        body.append([TITLES[kind], f"{count}", f"{AT_ONCE[kind]}", *minutes])
+        title = TITLES[kind] + ("" if compiled else ", not compiled")
+        body.append([title, f"{count}", f"{AT_ONCE[kind, compiled]}", *minutes])
     return markdown(["", "runs", "at once", "estimated", "taken", "taken / estimated"], body)

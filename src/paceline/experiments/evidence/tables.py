@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import final
 
@@ -32,6 +32,9 @@ class Mean:
     def __str__(self) -> str:
         return f"{self}"
 
+    def __neg__(self) -> "Mean":
+        return replace(self, loss=-self.loss)
+
 
 def mean_of(losses: Sequence[float]) -> Mean | None:
     """None of no loss.
@@ -57,6 +60,10 @@ class Row:
     view: str
     """The weights that are returned, by their name in evaluations."""
     losses: Mapping[tuple[float, int], float]
+    """By rate and seed."""
+    is_whole: bool = True
+    """Whether the seed that settings are chosen by has been run at all rates; otherwise nobody knows which
+    is best."""
 
     @property
     def title(self) -> str:
@@ -107,13 +114,17 @@ def rows_of(trials: Iterable[Trial], results: Results) -> list[Row]:
     """
     groups: dict[tuple[str, str, str], list[Trial]] = {}
     for one in trials:
-        if one.name in results:
-            groups.setdefault((one.method, one.schedule, one.setting), []).append(one)
+        groups.setdefault((one.method, one.schedule, one.setting), []).append(one)
     found = []
-    for (method, schedule, setting), own in groups.items():
-        for view in _views(own, results):
+    for (method, schedule, setting), planned in groups.items():
+        own = [one for one in planned if one.name in results]
+        is_whole = all(one in own for one in planned if one.seed == studies.SEED)
+        for view in _views(own, results) if own else ():
             losses = {(one.lr, one.seed): loss_of(one, results, view)[0] for one in own}
-            found.append(Row(method=method, setting=setting, schedule=schedule, view=view, losses=losses))
+            found.append(
+                Row(method=method, setting=setting, schedule=schedule, view=view, losses=losses,
+                    is_whole=is_whole)
+            )  # fmt: skip
     return found
 
 
@@ -168,21 +179,28 @@ def regret(rows: Sequence[Row], multiples: Sequence[float] = (1, 2, 3, 10)) -> s
     if found is None:
         return ""
     best, lr = found
+    known = {rate for row in rows for rate in row.rates}
+    there = [times for times in multiples if any(math.isclose(rate, times * lr) for rate in known)]
     body = []
     for row in told_apart(rows):
-        places = [row.best_rate, *(lr * times for times in multiples)]
-        over = [row.over(best, place, best.best_rate) for place in places]
+        at_best = row.over(best, row.best_rate, best.best_rate) if row.is_whole else None
+        over = [at_best, *(row.over(best, times * lr, best.best_rate) for times in there)]
         body.append(
-            [row.title, f"{row.best_rate:g}", *("" if mean is None else f"{mean:+}" for mean in over)]
+            [
+                row.title,
+                f"{row.best_rate:g}" if row.is_whole else "",
+                *("" if mean is None else f"{mean:+}" for mean in over),
+            ]
         )
-    head = ["", "its best rate", "there", *(f"{times:g} × {lr:g}" for times in multiples)]
+    head = ["", "its best rate", "there", *(f"{times:g} × {lr:g}" for times in there)]
     said = f"Over {best.mean(best.best_rate)}: {best.title} at {best.best_rate:g}, seed by seed."
     return f"{markdown(head, body)}\n\n{said}"
 
 
 def baseline(rows: Sequence[Row]) -> tuple[Row, float] | None:
-    """The best of what is not PACE, and the best rate of AdamW at a constant one; None without AdamW."""
-    others = [row for row in rows if row.method in (ADAMW, FREE)]
+    """The best of what is not PACE, and the best rate of AdamW at a constant one; None without AdamW at all
+    its rates."""
+    others = [row for row in rows if row.method in (ADAMW, FREE) and row.is_whole]
     plain = [row for row in others if row.method == ADAMW and row.schedule == "constant"]
     if not plain:
         return None
