@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,10 @@ def rows(pace, wsd=0.0):
         ({1: -0.02, 2: -0.022, 3: -0.018}, True, "confirmed"),
         ({1: -0.02, 2: -0.022, 3: -0.018}, False, "confirmed: it is lower"),
         ({1: -0.002, 2: -0.002, 3: -0.002}, True, "not confirmed: a tie"),
-        ({1: -0.02, 2: 0.02, 3: -0.02}, True, "not settled: seeds differ by as much"),
-        ({1: 0.02, 2: -0.02, 3: 0.02}, False, "not settled: seeds differ by as much"),
-        ({1: -0.02, 2: -0.06, 3: -0.03}, True, "not settled: seeds differ by as much"),  # 3 errors
-        ({1: 0.02, 2: -0.02, 3: 0.003}, True, "not settled: seeds differ by as much"),  # on the mean a tie
+        ({1: -0.02, 2: 0.02, 3: -0.02}, True, "not settled: 95 % interval ± 0.057"),
+        ({1: 0.02, 2: -0.02, 3: 0.02}, False, "not settled: 95 % interval ± 0.057"),
+        ({1: -0.02, 2: -0.06, 3: -0.03}, True, "not settled: 95 % interval ± 0.052"),  # 3 errors
+        ({1: 0.02, 2: -0.02, 3: 0.003}, True, "not settled: 95 % interval ± 0.050"),  # on the mean a tie
         ({1: 0.02, 2: 0.022, 3: 0.018}, True, "not confirmed: it is higher"),
         ({1: 0.02, 2: 0.022, 3: 0.018}, False, "not confirmed: it is higher"),
         ({1: 0.002, 2: 0.002, 3: 0.002}, False, "confirmed: a tie"),
@@ -109,14 +110,29 @@ def test_a_best_rate_is_not_known_before_all_are_run():
     assert Claim(ours=AVERAGE, theirs=EMA, times=2).difference(found).count == 3
     regret = {line.split(" | ")[0]: line.split(" | ") for line in tables.regret(found).splitlines()}
     (pulled,) = [cells for title, cells in regret.items() if title.startswith("| PACE (")]
-    assert pulled[1:3] == ["", ""] and pulled[3].startswith("+0.000")
-    assert Claim(ours=AVERAGE, theirs=WSD).is_about(trials, found)
+    assert pulled[1:4] == ["", "", ""] and pulled[4].startswith("+0.003")
+    # No average beside it is known to be the best, and other seeds alone make no mean.
+    assert [row.view for row in found if row.kind[:2] == (PACE, "constant")] == ["average"]
+    assert all(lr != 3e-3 for row in found if row.kind[:2] == (PACE, "constant") for lr in row.rates)
 
 
 def test_multiples_of_a_rate_that_nobody_ran_have_no_column():
     results = everything(GPU, lambda one, view: 3.0 + abs(one.lr - 3e-4))
     head = tables.regret(rows_of(studies.fine_tuning_basin(GPU, results), results)).splitlines()[0]
     assert head == "|  | its best rate | there | 1 × 0.0003 | 3 × 0.0003 | 10 × 0.0003 |"
+
+
+def test_two_seeds_settle_what_is_far_from_zero_but_no_tie():
+    def losses(pace):
+        found = rows({1: pace, 2: pace})
+        return [
+            replace(row, losses={at: y for at, y in row.losses.items() if at[1] != studies.SEEDS[-1]})
+            for row in found
+        ]
+
+    claim = Claim(ours=AVERAGE, theirs=EMA, times=2)
+    assert claim.verdict(claim.difference(losses(-0.02))) == "confirmed"
+    assert claim.verdict(claim.difference(losses(-0.001))) == "not settled: 95 % interval ± 0.003"
 
 
 def test_verdicts_say_what_is_not_done():

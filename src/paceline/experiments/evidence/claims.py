@@ -17,6 +17,8 @@ from paceline.experiments.pages import markdown
 from paceline.experiments.report.verdict import errors_of
 
 TIE = 0.003
+ENOUGH = 3
+"""Seeds that a tie needs: of two, an error may be small by chance."""
 
 
 @final
@@ -86,8 +88,8 @@ class Claim:
             return "confirmed" if self.strictly else "confirmed: it is lower"
         if found.loss > margin:
             return "not confirmed: it is higher"
-        if max(abs(found.loss), found.error) > TIE:
-            return "not settled: seeds differ by as much"
+        if max(abs(found.loss), found.error) > TIE or found.count < ENOUGH:
+            return f"not settled: 95 % interval ± {margin:.3f}"
         return "not confirmed: a tie" if self.strictly else "confirmed: a tie"
 
 

@@ -110,16 +110,20 @@ def rows_of(trials: Iterable[Trial], results: Results) -> list[Row]:
     """A row for each method, schedule and kind of weights: its own, and the best average beside them.
 
     Which average beside is best is seen at the best rate of the seed that settings are chosen by, once for
-    all rates.
+    all rates; so not before all are run. A rate that this seed is to be run at, and was not, has no other
+    seed either: means of other seeds beside it would differ by the seeds.
     """
     groups: dict[tuple[str, str, str], list[Trial]] = {}
     for one in trials:
         groups.setdefault((one.method, one.schedule, one.setting), []).append(one)
     found = []
     for (method, schedule, setting), planned in groups.items():
-        own = [one for one in planned if one.name in results]
-        is_whole = all(one in own for one in planned if one.seed == studies.SEED)
-        for view in _views(own, results) if own else ():
+        first = [one for one in planned if one.seed == studies.SEED]
+        missing = {one.lr for one in first if one.name not in results}
+        own = [one for one in planned if one.name in results and one.lr not in missing]
+        is_whole = not missing if first else len({one.lr for one in planned}) == 1
+        views = _views(own, results)[: None if is_whole else 1] if own else ()
+        for view in views:
             losses = {(one.lr, one.seed): loss_of(one, results, view)[0] for one in own}
             found.append(
                 Row(method=method, setting=setting, schedule=schedule, view=view, losses=losses,
