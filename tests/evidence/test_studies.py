@@ -75,6 +75,12 @@ def test_a_branch_goes_on_from_a_run_of_its_study_that_keeps_that_checkpoint():
             assert (trials[parent].run.optimizer, trials[parent].run.lr) == (one.run.optimizer, one.run.lr)
 
 
+def test_fine_tuning_has_the_first_seed_of_all_methods_before_others():
+    results = made_up(studies.fine_tuning(GPU))
+    seeds = [one.seed for one in studies.fine_tuning_basin(GPU, results)]
+    assert seeds == sorted(seeds) and set(seeds) == {1, 2, 3}
+
+
 def test_batches_see_as_many_tokens():
     usual = GPU.pretraining["steps"] * GPU.pretraining["batch_size"]
     assert {one.run.steps * one.run.batch_size for one in studies.batch(GPU)} == {usual}
