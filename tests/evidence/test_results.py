@@ -53,7 +53,12 @@ def rows(pace, wsd=0.0):
         return 3.0 + own + (wsd if one.schedule == "wsd" else 0.0) + abs(one.lr - 3e-3)  # best there
 
     results = everything(GPU, loss)
-    return rows_of(studies.basin(GPU, results), results)
+    return rows_of(first_seeds(results), results)
+
+
+def first_seeds(results):
+    """Pretraining, without seeds that were added."""
+    return [one for one in studies.basin(GPU, results) if one.seed not in studies.MORE_SEEDS]
 
 
 @pytest.mark.slow
@@ -97,7 +102,7 @@ def test_one_seed_settles_nothing():
 
 def test_a_best_rate_is_not_known_before_all_are_run():
     results = everything(GPU, lambda one, view: 3.0 + abs(one.lr - 3e-3))
-    trials = list(studies.basin(GPU, results))
+    trials = first_seeds(results)
     (away,) = [
         one.name
         for one in trials

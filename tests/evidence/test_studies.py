@@ -112,7 +112,7 @@ def test_regret_is_over_the_best_baseline_at_multiples_of_adamws_best_rate():
 
     tried = list(studies.tuning(GPU))
     results = made_up(tried, loss)
-    trials = list(studies.basin(GPU, results))
+    trials = [one for one in studies.basin(GPU, results) if one.seed not in studies.MORE_SEEDS]
     results |= made_up(trials, loss)
     text = tables.TABLES["basin"](GPU, results)
     assert (

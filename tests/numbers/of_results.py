@@ -270,6 +270,7 @@ RESULTS = Numbers(
         "docs/results.md": [
             "from 0.006 on",
             "from it at 0.002, 0.003, 0.006 and 0.009",
+            "to be run at 0.002, 0.003, 0.006 and 0.009",
             "below it at twice that",
             "At 0.008 all of them",
             "1,000 and 250 steps",

@@ -18,6 +18,8 @@ SEED = 1
 """Settings are chosen by it."""
 SEEDS = (2, 3)
 """Nothing is chosen by them: what is said of a chosen setting is the mean over these, and the first."""
+MORE_SEEDS = (4, 5, 6)
+"""Added where three had not settled it."""
 
 ADAMW, FREE, PACE, DEFAULT = "AdamW", "Schedule-Free", "PACE", "PACE, default"
 POWERS = (0.3, 0.5, 0.6, 0.7, 0.8)
@@ -264,6 +266,8 @@ TUNED_RATES = (2e-3, 4e-3)
 RATES = (5e-4, 1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 9e-3, 3e-2)
 """From a sixth of the best rate of AdamW, which turned out to be 3e-3, to ten times it."""
 SEEDED_RATES = (2e-3, 3e-3, 4e-3, 6e-3, 9e-3, 3e-2)
+UNSETTLED_RATES = (2e-3, 3e-3, 6e-3, 9e-3)
+"""The best rates of the methods, and two and three times AdamW's."""
 FINE_RATES = (1e-4, 3e-4, 9e-4, 3e-3, 5e-3)
 FINE_SEEDED_RATES = (3e-4, 9e-4, 3e-3)
 """What turned out best in shorter runs, three times that, and ten times."""
@@ -288,10 +292,15 @@ def tuning(room: Room) -> Iterator[Trial]:
 
 def basin(room: Room, results: Mapping[str, Result]) -> Iterator[Trial]:
     """Pretraining: the best setting of each method at all rates, under all schedules, and with more seeds."""
-    for setting in chosen(tuning(room), SETTINGS, results):
+    settings = chosen(tuning(room), SETTINGS, results)
+    for setting in settings:
         yield from _basin("gpt", room.pretraining, setting, RATES, SEEDED_RATES)
         if setting[0] != FREE:
             yield from (trial("gpt", room.pretraining, setting, lr, "cosine") for lr in RATES[1:5])
+    places = [("constant", lr) for lr in UNSETTLED_RATES] + [("wsd", lr) for lr in UNSETTLED_RATES[:2]]
+    for seed, (schedule, lr), setting in product(MORE_SEEDS, places, settings):
+        if setting[0] != FREE:
+            yield trial("gpt", room.pretraining, setting, lr, schedule, seed)
 
 
 def _basin(
