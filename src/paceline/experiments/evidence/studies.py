@@ -276,7 +276,7 @@ FINE_TUNED_RATES = FINE_SEEDED_RATES[:2]
 STRENGTHS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SWEPT_POWERS = (0.3, 0.5, 0.7)
 SWEPT_RATES = (2e-3, 6e-3)
-SHORTER_RATES = (2e-3, 3e-3, 6e-3, 9e-3)
+SHORTER_RATES = UNSETTLED_RATES
 PERIODS = (1, 5, 10)
 BATCHES = (4, 16)
 BATCH_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -333,6 +333,8 @@ def shorter(room: Room) -> Iterator[Trial]:
     """Pretraining: what seed 1 of `strength` suggests, with seeds that did not choose it. A harder pull to a
     shorter average, with a longer one returned; the default pulled twice as hard; AdamW beside them."""
     for setting, lr, seed in product((PLAIN, _pace(1e-2, 0.3), _DOUBLE), SHORTER_RATES, (SEED, *SEEDS)):
+        yield trial("gpt", room.pretraining, setting, lr, seed=seed)
+    for setting, lr, seed in product((PLAIN, _pace(1e-2, 0.3)), SHORTER_RATES, MORE_SEEDS):
         yield trial("gpt", room.pretraining, setting, lr, seed=seed)
 
 
