@@ -77,7 +77,8 @@ def test_a_branch_goes_on_from_a_run_of_its_study_that_keeps_that_checkpoint():
 
 def test_fine_tuning_has_the_first_seed_of_all_methods_before_others():
     results = made_up(studies.fine_tuning(GPU))
-    seeds = [one.seed for one in studies.fine_tuning_basin(GPU, results)]
+    trials = list(studies.fine_tuning_basin(GPU, results))
+    seeds = [one.seed for one in trials if one.schedule != "cosine"]
     assert seeds == sorted(seeds) and set(seeds) == {1, 2, 3}
 
 

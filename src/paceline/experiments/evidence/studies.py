@@ -362,11 +362,14 @@ def fine_tuning(room: Room) -> Iterator[Trial]:
 
 
 def fine_tuning_basin(room: Room, results: Mapping[str, Result]) -> Iterator[Trial]:
-    """The best setting of each method at all rates, decayed, and with more seeds; of all methods the first
-    seed before the others, so that what is done can be compared."""
+    """The best setting of each method at all rates, under all schedules, and with more seeds; of all methods
+    the first seed before the others, so that what is done can be compared."""
     settings = chosen(fine_tuning(room), FINE_SETTINGS, results)
     runs = (_basin("sft", room.tuning, setting, FINE_RATES, FINE_SEEDED_RATES) for setting in settings)
     yield from sorted(chain.from_iterable(runs), key=lambda one: one.seed)
+    for setting, lr in product(settings, FINE_SEEDED_RATES):
+        if setting[0] != FREE:
+            yield trial("sft", room.tuning, setting, lr, "cosine")
 
 
 def gpt2(room: Room) -> Iterator[Trial]:
