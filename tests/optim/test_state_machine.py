@@ -417,7 +417,7 @@ class Machine(RuleBasedStateMachine):
         if self.block is not None:
             self.leave_the_block(fails=False)
         gradients = self.gradients(seed)
-        guarded = [g for i, g in enumerate(gradients) if self.settings_of(i)["skip_nonfinite"]]
+        guarded = [g if self.settings_of(i)["skip_nonfinite"] else None for i, g in enumerate(gradients)]
         if skipped_first and self.spoil(guarded, seed, math.nan):
             self.take_step(gradients)
         for i in range(count):
@@ -452,10 +452,13 @@ class Machine(RuleBasedStateMachine):
 
     def spoil(self, gradients, seed, value):
         """Put the value somewhere into one of the gradients; False if there is no room in any."""
-        fit = [gradient for gradient in gradients if gradient is not None and gradient.size]
+        fit = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.size]
         if fit:
-            bad = fit[seed % len(fit)]
-            bad.reshape(-1)[seed // 7 % bad.size] = value
+            i = fit[seed % len(fit)]
+            # Without momentum nothing but v remembers an Inf, which then stops the weight where it is: one
+            # that is written over stays as it was written. The twin knows no weights that stop.
+            stops = self.settings_of(i)["betas"][0] == 0
+            gradients[i].reshape(-1)[seed // 7 % gradients[i].size] = math.nan if stops else value
         return bool(fit)
 
     @precondition(lambda self: self.block is not None)
