@@ -208,8 +208,9 @@ def campaign(
     *,
     prepare: Callable[[], None] = lambda: None,
     aimed: float = 0.2,
+    say: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Trials of all runs in turn until there were that many kills."""
+    """Trials of all runs in turn until there were that many kills; `say` hears of each trial."""
     torch.set_num_threads(1)  # a pool of threads would not survive a fork
     records.environment()  # known to all children from here on, though somebody may commit meanwhile
     chance, tally = random.Random(seed), Tally()
@@ -222,6 +223,7 @@ def campaign(
         while tally.kills < kills:
             for name, run in runs.items():
                 trial(run, *expected[name], chance, tally, prepare, aimed)
+                say(tally)
                 if tally.errors or tally.kills >= kills:
                     break
             if tally.errors:
@@ -271,7 +273,13 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as room:
-        tally = campaign(runs_in(Path(room)), options.kills, options.seed)
+        tally = campaign(
+            runs_in(Path(room)),
+            options.kills,
+            options.seed,
+            say=lambda tally: print(f"\r{tally.kills} of {options.kills} kills", end="", file=sys.stderr),
+        )
+    print(file=sys.stderr)
     result = {
         "what": "SIGKILLs of trainers at random moments; final files compared to the byte",
         "date": time.strftime("%F"),
