@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # a process that compiles a Llama
 SCRIPT = Path(__file__).parents[2] / "benchmarks/packed.py"
 
 

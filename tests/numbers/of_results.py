@@ -14,9 +14,15 @@ from paceline.experiments.report.verdict import errors_of
 
 
 @cache
+def everything():
+    """Results of all runs, by their names."""
+    return lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+
+
+@cache
 def rows() -> list[Row]:
     """The basin of pretraining."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     return rows_of(studies.basin(GPU, results), results)
 
 
@@ -37,7 +43,7 @@ def at(side, lr):
 
 def shorter_over(lr, setting=None, view="power_0_7", seeds=(1, 2, 3)):
     """A harder pull toward a shorter average over AdamW's EMA, both with κ = 0.7; mean, error and seeds."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     apart = []
     for seed in seeds:
         ends = [
@@ -50,7 +56,7 @@ def shorter_over(lr, setting=None, view="power_0_7", seeds=(1, 2, 3)):
 
 def with_a_larger_batch(setting, lr, view, factor=4):
     """Where a run with so many times the batch ended."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     one = studies.trial("gpt", GPU.pretraining, setting, lr, batch=factor)
     return loss_of(one, results, view)[0]
 
@@ -65,7 +71,7 @@ def larger_batches_over(lr):
 
 def of_the_largest_batch():
     """The least loss of any weights, and the least from 0.004 on."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     ends = [
         (one.lr, min(loss_of(one, results, view)[0] for view in one.views))
         for one in studies.batch(GPU)
@@ -84,7 +90,7 @@ def twice_from_one_seed():
 
 def variants_over_same():
     """How far a gap that looks ahead and rarer updates end from the same without, at the lower rate."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     ends = {
         one.setting: loss_of(one, results, "average")[0]
         for one in studies.strength(GPU)
@@ -96,7 +102,7 @@ def variants_over_same():
 
 def at_the_higher_rate(every, seed=1):
     """Where PACE ends whose averages are updated at so many steps, at three times the lower rate."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     setting = studies._pace(3e-3, 0.5, every)
     one = studies.trial("gpt", GPU.pretraining, setting, studies.SWEPT_RATES[1], seed=seed)
     return loss_of(one, results, "average")[0]
@@ -105,7 +111,7 @@ def at_the_higher_rate(every, seed=1):
 @cache
 def gpt2():
     """Its runs at a constant rate, of the first seed, by their methods."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     trials = [one for one in studies.gpt2(GPU) if (one.schedule, one.seed) == ("constant", studies.SEED)]
     return {one.method: results[one.name] for one in trials}
 
@@ -119,7 +125,7 @@ def gpt2_over(view, other, step=-1):
 @cache
 def fine() -> list[Row]:
     """The basin of fine-tuning."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     return rows_of(studies.fine_tuning_basin(GPU, results), results)
 
 
@@ -144,7 +150,7 @@ def fine_at(side, lr):
 
 def adamw_in_fine_tuning(lr, view):
     """By seed, the setting that was chosen."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     setting = studies.chosen(studies.fine_tuning(GPU), studies.FINE_SETTINGS, results)[0]
     trials = {seed: studies.trial("sft", GPU.tuning, setting, lr, seed=seed) for seed in (1, 2, 3)}
     return {seed: loss_of(one, results, view)[0] for seed, one in trials.items()}
@@ -152,7 +158,7 @@ def adamw_in_fine_tuning(lr, view):
 
 def pulled_in_fine_tuning(c, kappa, lr, view):
     """Of the first seed."""
-    results = lines.read(sorted(RECORDS.glob("*evidence*.jsonl")))
+    results = everything()
     return loss_of(studies.trial("sft", GPU.tuning, studies._pace(c, kappa), lr), results, view)[0]
 
 
