@@ -41,7 +41,7 @@ def at(side, lr):
     return fmean(side.row(rows()).losses[lr, seed] for seed in (1, 2, 3))
 
 
-def shorter_over(lr, setting=None, view="power_0_7", seeds=(1, 2, 3)):
+def shorter_over(lr, setting=None, view="power_0_7", seeds=(1, 2, 3, 4, 5, 6)):
     """A harder pull toward a shorter average over AdamW's EMA, both with κ = 0.7; mean, error and seeds."""
     results = everything()
     apart = []
@@ -52,6 +52,18 @@ def shorter_over(lr, setting=None, view="power_0_7", seeds=(1, 2, 3)):
         ]
         apart.append(ends[0] - ends[1])
     return mean_of(apart)
+
+
+def branches_end_early(setting, view):
+    """Losses at a constant rate and of the branch, at each of its ends."""
+    results = everything()
+    lr, whole = studies.SWEPT_RATES[0], GPU.pretraining["steps"]
+    constant = dict(results[studies.trial("gpt", GPU.pretraining, setting, lr).name].curve(view))
+    ends = {
+        steps: studies.trial("gpt", GPU.pretraining, setting, lr, "wsd", steps=steps)
+        for steps in (whole // 2, whole * 3 // 4, whole)
+    }
+    return [(constant[steps], loss_of(one, results, view)[0]) for steps, one in ends.items()]
 
 
 def with_a_larger_batch(setting, lr, view, factor=4):
@@ -185,10 +197,21 @@ def results_page():
         with_a_larger_batch(setting, 4e-3, "power_0_6") - theirs_there
         for setting in (studies._pace(1e-3, 0.5), studies._DEFAULT)
     ]
+    others = [shorter_over(lr, seeds=(2, 3, 4, 5, 6)) for lr in (6e-3, 9e-3)]
+    assert [abs(one.loss) > errors_of(5) * one.error for one in others] == [False, True]
+    decayed = [branches_end_early(studies.PLAIN, "live")]
+    decayed += [branches_end_early(setting, "average") for setting in (studies.PAPER, studies._DEFAULT)]
+    by = [[constant - end for constant, end in ends] for ends in decayed]
+    above = [[ours[0] - theirs[1] for ours, theirs in zip(ends, decayed[0])] for ends in decayed[1:]]
     return [
+        "by {:.3f}, {:.3f} and {:.3f} after 2,000, 3,000 and 4,000 steps".format(*by[0]),
+        "what PACE returns by {:.3f}, {:.3f} and {:.3f}".format(*by[1]),
+        "what the default returns by {:.3f}, {:.3f} and {:.3f}".format(*by[2]),
+        "the default's is {:.3f}, {:.3f} and {:.3f} above".format(*above[1]),
+        "AdamW decayed, PACE's {:.3f}, {:.3f} and {:.3f}".format(*above[0]),
         "{:+}, {:+}, {:+} and {:+} nats".format(*map(shorter_over, (2e-3, 3e-3, 6e-3, 9e-3))),
-        "pulled twice as hard ends {:+} and {:+} from it".format(
-            *(shorter_over(lr, studies._DOUBLE, "average") for lr in (2e-3, 3e-3))
+        "as good**: {:+}, {:+}, {:+} and {:+} from that EMA".format(
+            *(shorter_over(lr, studies._DOUBLE, "average", (1, 2, 3)) for lr in (2e-3, 3e-3, 6e-3, 9e-3))
         ),
         f"own average ends {near[0]:.3f} above AdamW's best EMA at its best rate (the best of three c) and "
         f"{-far[0]:.3f} below it",
@@ -215,13 +238,13 @@ def results_page():
         f"({errors_of(3)} errors of three seeds",
         f"it is {mean_over(AVERAGE, EMA, 2)} and {mean_over(AVERAGE, EMA, 3)} above that EMA",
         f"({both[0]:+}, {both[1]:+}), but seeds differ by more",
-        "setting it is {:+} and {:+} at the".format(*(shorter_over(lr, seeds=(2, 3)) for lr in (6e-3, 9e-3))),
+        "setting it is {:+} and {:+} at the".format(*others),
         f"kept beside them {beside[0]:.3f} and {beside[1]:.3f})",
         "65.5M tokens",
         "on conversations, 300 steps of 16 × 1,024 tokens.",
         "from a file of 4-bit weights (GGUF's Q4_1) that are trained in float32",
         f"{-fine_over_best(LONG, 9e-4)} and {-fine_over_best(LONG, 3e-3)} below the best of AdamW's five",
-        f"no difference is shown ({fine_over(LONG):+}), and at AdamW's best rate it is "
+        f"they tie ({fine_over(LONG):+}), and at AdamW's best rate it is "
         f"{fine_over_best(LONG, 3e-4)} above",
         f"default ends {fine_over_best(OURS, 3e-4):+} and {fine_over_best(OURS, 9e-4):+} from AdamW's best",
         f"and {-fine_over_best(OURS, 3e-3)} below it at ten times it",

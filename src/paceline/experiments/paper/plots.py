@@ -218,8 +218,8 @@ def _draw_line(axes: "Axes", plot: Plot, line: Line) -> None:
             _sign(axes, place, 0.0, "v", line.look.colour) if dots else None
     if line.end and (ends := [(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)]):
         axes.plot(*ends[-1], "o", color=line.look.colour, markersize=4.5)
-        axes.annotate(
-            line.end, ends[-1], textcoords="offset points", xytext=(5, 4), fontsize=7.5,
+        axes.annotate(  # below, on the left: losses fall, so nothing else is drawn there
+            line.end, ends[-1], textcoords="offset points", xytext=(-2, -10), ha="right", fontsize=7.5,
             color=line.look.colour, annotation_clip=False,
         )  # fmt: skip
 
@@ -257,7 +257,9 @@ def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> str:
         return ""
     panel = Panel(key="", title="", caption="", x_label="", y_label="", series=tuple(series), place="")
     axis = y_axis(panel)
-    axes.set_ylim(*axis.range)
+    low, high = axis.range
+    room = 0.06 * (high - low) if any(line.end for line in lines) else 0.0  # for what is said of ends
+    axes.set_ylim(low - room, high)
     axes.ticklabel_format(axis="y", useOffset=False)
     if not axis.outside:
         return ""
