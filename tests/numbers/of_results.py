@@ -301,6 +301,7 @@ RESULTS = Numbers(
             "from it at 0.002, 0.003, 0.006 and 0.009",
             "to be run at 0.002, 0.003, 0.006 and 0.009",
             "below it at twice that",
+            "at a rate of 0.002, one seed.",
             "At 0.008 all of them",
             "1,000 and 250 steps",
             "c = 0.01",
