@@ -64,6 +64,22 @@ def test_a_run_ends_where_the_loop_ends(name):
         assert torch.allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.999)])
+@pytest.mark.parametrize("name", OFFERED)
+def test_clipping_is_the_same_as_smaller_gradients(name, betas):
+    """To the bit: what is built for clipped steps does what the others do."""
+    settings = {"lr": 1e-2, "fused": True, **OFFERED[name], "betas": betas}
+    ours, theirs = (make_parameters(dtype=torch.float32, shapes=SHAPES) for _ in range(2))
+    own, other = PACE(ours, max_grad_norm=0.1, **settings), PACE(theirs, **settings)
+    for gradients in make_gradients(4, shapes=SHAPES):
+        advance(own, ours, [gradients])
+        factor = np.float32(0.1 / (own.grad_norm.item() + 1e-6))
+        assert factor < 0.5
+        advance(other, theirs, [[gradient.float() * factor for gradient in gradients]])
+    assert_same_bits(everything(own), everything(other))
+
+
 def test_strength_0_is_torchs_fused_adamw_to_a_few_ulp_a_step():
     ours, theirs = (make_parameters(dtype=torch.float32, shapes=[(4000,)]) for _ in range(2))
     own = PACE(ours, lr=1e-3, fused=True, pullback_strength=0.0)

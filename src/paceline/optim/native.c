@@ -48,15 +48,14 @@ enum { NO_PULL, OVER_DENOMINATOR, UNIFORM };
 static inline __attribute__((always_inline)) void
 advance(const int count, float *restrict live, const float *restrict grad, float *restrict exp_avg,
         float *restrict exp_avg_sq, float *restrict average, float *restrict lanes, const Scalars *restrict s,
-        const int usual, const int pull, const int lookahead)
+        const int counts, const int momentum, const int pull, const int lookahead)
 {
     float p[LINE], g[LINE], m[LINE], v[LINE], a[LINE], inverse[LINE], new[LINE];
     for (int i = 0; i < count; i++) p[i] = live[i];
-    for (int i = 0; i < count; i++) g[i] = usual ? grad[i] : grad[i] * s->sign;
-    /* Without momentum the first moment is the gradient, and new_m is 1. */
-    if (usual || exp_avg)
+    for (int i = 0; i < count; i++) g[i] = counts ? grad[i] * s->sign : grad[i];
+    if (momentum)
         for (int i = 0; i < count; i++) m[i] = exp_avg[i];
-    else
+    else /* the first moment is the gradient, and new_m is 1 */
         for (int i = 0; i < count; i++) m[i] = g[i];
     for (int i = 0; i < count; i++) v[i] = exp_avg_sq[i];
     if (pull != NO_PULL)
@@ -77,7 +76,7 @@ advance(const int count, float *restrict live, const float *restrict grad, float
         }
 
     for (int i = 0; i < count; i++) live[i] = new[i];
-    if (usual || exp_avg)
+    if (momentum)
         for (int i = 0; i < count; i++) exp_avg[i] = m[i];
     for (int i = 0; i < count; i++) exp_avg_sq[i] = v[i];
     if (pull == OVER_DENOMINATOR)
@@ -126,18 +125,17 @@ static inline Range blocks_between(int64_t begin, int64_t end, int64_t offset, i
 }
 
 static inline __attribute__((always_inline)) void
-walk(const Tensor *t, Range range, const Scalars *s, double *sums, const int usual, const int pull,
-     const int lookahead, const int averages)
+walk(const Tensor *t, Range range, const Scalars *s, double *sums, const int counts, const int momentum,
+     const int pull, const int lookahead, const int averages)
 {
-#define MOMENT usual || t->exp_avg ? t->exp_avg + i : 0
-#define ARRAYS t->live + i, t->grad + i, MOMENT, t->exp_avg_sq + i, t->average + i
+#define ARRAYS t->live + i, t->grad + i, momentum ? t->exp_avg + i : 0, t->exp_avg_sq + i, t->average + i
     for (int64_t block = range.first; block < range.last; block++) {
         float lanes[LINE] = {0};
         int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
         while (i < last) {
             const int64_t begin = i, end = i + PIECE < last ? i + PIECE : last, count = end - begin;
-            for (; i + LINE <= end; i += LINE) advance(LINE, ARRAYS, lanes, s, usual, pull, lookahead);
-            for (; i < end; i++) advance(1, ARRAYS, lanes, s, usual, pull, lookahead);
+            for (; i + LINE <= end; i += LINE) advance(LINE, ARRAYS, lanes, s, counts, momentum, pull, lookahead);
+            for (; i < end; i++) advance(1, ARRAYS, lanes, s, counts, momentum, pull, lookahead);
             const float *live = t->live + begin;
             if (averages > 0 && !lookahead) move_average(t->average + begin, live, count, s->keep, s->move);
             if (averages > 1)
@@ -157,15 +155,20 @@ paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, 
     int64_t offset = 0;
     for (int64_t k = 0; k < count && offset < end; k++) {
         Range range = blocks_between(begin, end, offset, tensors[k].elements);
-        /* To maximize, to clip, or to go without momentum is rare, and one of a kind, several times slower, is
-         * enough for it: each takes a third of a second to build. */
-        if (s.sign != 1 || !tensors[k].exp_avg) walk(&tensors[k], range, &s, sums, 0, pull, lookahead, averages);
-#define CASE(P, L, A) \
-        else if (pull == P && lookahead == L && averages == A) walk(&tensors[k], range, &s, sums, 1, P, L, A);
-        CASE(NO_PULL, 0, 0) CASE(NO_PULL, 0, 1) CASE(NO_PULL, 0, 2)
-        CASE(UNIFORM, 0, 1) CASE(UNIFORM, 0, 2) CASE(UNIFORM, 1, 1) CASE(UNIFORM, 1, 2)
-        CASE(OVER_DENOMINATOR, 0, 1) CASE(OVER_DENOMINATOR, 0, 2)
-        CASE(OVER_DENOMINATOR, 1, 1) CASE(OVER_DENOMINATOR, 1, 2)
+        const int counts = s.sign != 1, momentum = tensors[k].exp_avg != 0;
+#define CASE(C, M, P, L, A) \
+        if (counts <= C && momentum == M && pull == P && lookahead == L && averages == A) \
+            walk(&tensors[k], range, &s, sums, C, M, P, L, A); \
+        else
+        CASE(0, 1, NO_PULL, 0, 0) CASE(0, 1, NO_PULL, 0, 1) CASE(0, 1, NO_PULL, 0, 2)
+        CASE(0, 1, UNIFORM, 0, 1) CASE(0, 1, UNIFORM, 0, 2) CASE(0, 1, UNIFORM, 1, 1) CASE(0, 1, UNIFORM, 1, 2)
+        CASE(0, 1, OVER_DENOMINATOR, 0, 1) CASE(0, 1, OVER_DENOMINATOR, 0, 2)
+        CASE(0, 1, OVER_DENOMINATOR, 1, 1) CASE(0, 1, OVER_DENOMINATOR, 1, 2)
+        /* Clipped, or without momentum. Each takes a third of a second to build, so of what is rare there is
+         * one for all, which is several times slower. */
+        CASE(1, 1, NO_PULL, 0, 0) CASE(1, 1, OVER_DENOMINATOR, 0, 1) CASE(1, 1, OVER_DENOMINATOR, 0, 2)
+        CASE(1, 0, NO_PULL, 0, 0) CASE(1, 0, OVER_DENOMINATOR, 0, 1) CASE(1, 0, OVER_DENOMINATOR, 0, 2)
+        walk(&tensors[k], range, &s, sums, 1, momentum, pull, lookahead, averages);
         offset += tensors[k].elements;
         sums += blocks_of(tensors[k].elements);
     }
