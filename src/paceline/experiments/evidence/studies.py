@@ -372,6 +372,13 @@ def fine_tuning_basin(room: Room, results: Mapping[str, Result]) -> Iterator[Tri
             yield trial("sft", room.tuning, setting, lr, "cosine")
 
 
+def harder(room: Room, results: Mapping[str, Result]) -> Iterator[Trial]:
+    """Fine-tuning with the default pulled twice as hard, which does well in `shorter`; AdamW beside it."""
+    adamw = chosen(fine_tuning(room), FINE_SETTINGS, results)[0]
+    for setting, lr, seed in product((adamw, _DEFAULT, _DOUBLE), FINE_SEEDED_RATES, (SEED, *SEEDS)):
+        yield trial("sft", room.tuning, setting, lr, seed=seed)
+
+
 def gpt2(room: Room) -> Iterator[Trial]:
     """GPT-2 124M at the paper's learning rate, κ and c; of the second seed decayed branches too."""
     schedules = (("constant", SEED), ("constant", SEEDS[0]), ("wsd", SEEDS[0]))
@@ -395,6 +402,7 @@ STUDIES: dict[str, Study] = {
     "batch": _without(batch),
     "fine-tuning": _without(fine_tuning),
     "fine-tuning-basin": fine_tuning_basin,
+    "fine-tuning-harder": harder,
     "gpt2": _without(gpt2),
 }
 

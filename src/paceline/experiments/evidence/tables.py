@@ -288,18 +288,28 @@ def _pulled(one: Trial, results: Results) -> list[str]:
 
 
 def shorter_tables(room: Room, results: Results) -> str:
+    """Of a harder pull toward a shorter average."""
+    return _over_ema(studies.shorter(room), studies.SHORTER_RATES, results)
+
+
+def harder_tables(room: Room, results: Results) -> str:
+    """Of the default pulled harder in fine-tuning."""
+    return _over_ema(studies.harder(room, results), studies.FINE_SEEDED_RATES, results)
+
+
+def _over_ema(trials: Iterable[Trial], rates: tuple[float, ...], results: Results) -> str:
     """Losses, and over those of AdamW's best EMA at the same rate."""
-    rows = rows_of(studies.shorter(room), results)
+    rows = rows_of(trials, results)
     emas = [row for row in rows if row.method == ADAMW and row.view != "live"]
     if not emas:
         return over_rates(rows)
     (ema,) = emas
     body = []
     for row in told_apart(rows):
-        found = [row.over(ema, lr, lr) for lr in studies.SHORTER_RATES]
+        found = [row.over(ema, lr, lr) for lr in rates]
         if row is not ema:
             body.append([row.title, *("" if one is None else f"{one:+}" for one in found)])
-    head = [f"over {ema.title} at", *(f"{lr:g}" for lr in studies.SHORTER_RATES)]
+    head = [f"over {ema.title} at", *(f"{lr:g}" for lr in rates)]
     return f"{over_rates(rows)}\n\n{markdown(head, body)}"
 
 
@@ -356,5 +366,6 @@ TABLES: dict[str, Callable[[Room, Results], str]] = {
     "batch": batch_tables,
     "fine-tuning": fine_tuning_table,
     "fine-tuning-basin": fine_tuning_basin_tables,
+    "fine-tuning-harder": harder_tables,
     "gpt2": gpt2_table,
 }
