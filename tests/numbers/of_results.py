@@ -302,6 +302,7 @@ RESULTS = Numbers(
             "below it at twice that",
             "at a rate of 0.002, one seed.",
             "At 0.008 all of them",
+            "to be run at 0.004 and 0.008 of the smaller one",
             "1,000 and 250 steps",
             "c = 0.01",
             "(c = 0.03, κ = 0.5, returned with κ = 0.8;",

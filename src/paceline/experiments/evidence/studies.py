@@ -352,6 +352,9 @@ def batch(room: Room) -> Iterator[Trial]:
     pulls = (_pace(1e-3, 0.5), PAPER, _pace(1e-2, 0.5), _DEFAULT)
     for factor, setting, lr in product(BATCHES, (PLAIN, *pulls), BATCH_RATES):
         yield trial("gpt", room.pretraining, setting, lr, batch=factor)
+    # AdamW's best rate with four times the batch, and twice it.
+    for setting, lr, seed in product((PLAIN, pulls[0], _DEFAULT), BATCH_RATES[2:], SEEDS):
+        yield trial("gpt", room.pretraining, setting, lr, seed=seed, batch=BATCHES[0])
 
 
 def fine_tuning(room: Room) -> Iterator[Trial]:
