@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 OFFERED = {name: v for name, v in VARIANTS.items() if v.get("gain") != "relative"}
+OFFERED["no_momentum_scaled"] = {"gain": "scaled", "betas": (0.0, 0.95), "pullback_strength": 30.0}
 SHAPES = [(33, 7), (16,), (), (15,), (17,), (64, 33), (0, 3)]
 
 

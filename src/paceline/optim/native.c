@@ -166,7 +166,7 @@ paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, 
         CASE(0, 1, OVER_DENOMINATOR, 1, 1) CASE(0, 1, OVER_DENOMINATOR, 1, 2)
         /* Clipped, or without momentum. Each takes a third of a second to build, so of what is rare there is
          * one for all, which is several times slower. */
-        CASE(1, 1, NO_PULL, 0, 0) CASE(1, 1, OVER_DENOMINATOR, 0, 1) CASE(1, 1, OVER_DENOMINATOR, 0, 2)
+        CASE(1, 1, NO_PULL, 0, 0) CASE(1, 1, NO_PULL, 0, 1) CASE(1, 1, OVER_DENOMINATOR, 0, 1) CASE(1, 1, OVER_DENOMINATOR, 0, 2)
         CASE(1, 0, NO_PULL, 0, 0) CASE(1, 0, OVER_DENOMINATOR, 0, 1) CASE(1, 0, OVER_DENOMINATOR, 0, 2)
         walk(&tensors[k], range, &s, sums, 1, momentum, pull, lookahead, averages);
         offset += tensors[k].elements;

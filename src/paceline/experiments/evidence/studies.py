@@ -331,10 +331,12 @@ def strength(room: Room) -> Iterator[Trial]:
 
 def shorter(room: Room) -> Iterator[Trial]:
     """Pretraining: what seed 1 of `strength` suggests, with seeds that did not choose it. A harder pull to a
-    shorter average, with a longer one returned; the default pulled twice as hard; AdamW beside them."""
-    for setting, lr, seed in product((PLAIN, _pace(1e-2, 0.3), _DOUBLE), SHORTER_RATES, (SEED, *SEEDS)):
+    shorter average, with a longer one returned; the default, also pulled twice as hard; AdamW beside them."""
+    for setting, lr, seed in product(
+        (PLAIN, _pace(1e-2, 0.3), _DEFAULT, _DOUBLE), SHORTER_RATES, (SEED, *SEEDS)
+    ):
         yield trial("gpt", room.pretraining, setting, lr, seed=seed)
-    for setting, lr, seed in product((PLAIN, _pace(1e-2, 0.3)), SHORTER_RATES, MORE_SEEDS):
+    for setting, lr, seed in product((PLAIN, _pace(1e-2, 0.3), _DEFAULT), SHORTER_RATES, MORE_SEEDS):
         yield trial("gpt", room.pretraining, setting, lr, seed=seed)
 
 
