@@ -265,7 +265,7 @@ def results_page():
         "from a file of 4-bit weights (GGUF's Q4_1) that are trained in float32",
         f"{-fine_over_best(LONG, 9e-4)} and {-fine_over_best(LONG, 3e-3)} below the best of AdamW's five",
         f"they tie ({fine_over(LONG):+}), and at AdamW's best rate it is {fine_over_best(LONG, 3e-4)} above",
-        f"default ends {fine_over_best(OURS, 3e-4):+} and {fine_over_best(OURS, 9e-4):+} from the best of the",
+        f"default ends {fine_over_best(OURS, 3e-4):+} and {fine_over_best(OURS, 9e-4):+} from the best of",
         f"and {-fine_over_best(OURS, 3e-3)} below it at ten times it",
         f"all end within {max(at_best) - min(at_best):.3f} of one another",
         f"({pulled_in_fine_tuning(1e-2, 0.7, 3e-4, 'average'):.3f}, one seed)",

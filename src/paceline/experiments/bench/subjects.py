@@ -105,7 +105,7 @@ def _with_averaged_model(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
 
 
 _NORM = 1.0
-"""Far below the norm of the random gradients. (AdamW's are changed in place, and of this norm from then on.)"""
+"""Far below the norm of random gradients. (AdamW's are changed in place, and of this norm from then on.)"""
 
 
 def _with_clipping(make: Callable[[list[nn.Parameter]], tuple[Step, Any]]) -> Any:
