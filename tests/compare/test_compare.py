@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from killing import kill_at_random
 from tiny import write_chats, write_model, write_text
 
 from paceline.cli import main
@@ -26,7 +26,6 @@ from paceline.lm.files import locked
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("PACELINE_KILLS", "1"))
 SMALL = ["--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", "16", "--batch-size", "2"]
 SMALL += ["--steps", "8", "--held-out-samples", "3", "--warmup", "2", "--device", "cpu"]
 TWO_RATES = ["--lr", "1e-3,2e-3", "--methods", "adamw"]
@@ -344,32 +343,11 @@ def check_whole(out, expected):
 
 @pytest.mark.long
 def test_killed_at_random_moments_it_ends_in_the_same_report(room, undisturbed, tmp_path):
-    """Alone or with its children: those of a parent that was killed end by themselves."""
-    expected, seconds = undisturbed
-    seed = random.randrange(2**32)
-    print("seed", seed, "undisturbed", round(seconds), "s")
-    chance = random.Random(seed)
-    killed = rounds = 0
-    while killed < KILLS:
-        out = tmp_path / f"c{rounds}"
-        rounds += 1
-        for _ in range(min(8, KILLS - killed)):  # then it may come to its end
-            process = start(room, out)
-            try:
-                process.communicate(timeout=chance.uniform(0.3, 1.5) * seconds)
-                break
-            except subprocess.TimeoutExpired:
-                if chance.random() < 0.5:
-                    os.killpg(process.pid, signal.SIGKILL)
-                else:
-                    process.kill()
-                process.communicate()
-                killed += 1
-        process = start(room, out)
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said
-        check_whole(out, expected)
-    print(f"{killed} kills in {rounds} comparisons")
+    expected, whole = undisturbed
+    kill_at_random(
+        lambda out: start(room, out), lambda out: check_whole(out, expected), tmp_path,
+        at_most=8, seconds=(0.3 * whole, 1.5 * whole),
+    )  # fmt: skip
 
 
 @pytest.mark.long  # tests of sweeps, whose processes are the same, stop one by a signal every day

@@ -2,15 +2,14 @@
 
 import json
 import os
-import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from killing import kill_at_random
 from tiny import write_text
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,8 +22,6 @@ from paceline.experiments.run import DivergedError, execute, is_finished
 from paceline.lm.loop import Step
 
 pytestmark = pytest.mark.slow
-
-KILLS = int(os.environ.get("PACELINE_KILLS", "20"))
 
 
 @pytest.fixture(scope="module")
@@ -215,34 +212,16 @@ def check_whole(out, expected):
 
 @pytest.mark.long
 def test_killed_at_random_moments_it_ends_in_the_same_results(room, undisturbed, tmp_path):
-    """Alone or with its children: those of a parent that was killed end by themselves."""
-    _, expected, seconds = undisturbed
-    seed = random.randrange(2**32)
-    print("seed", seed, "undisturbed", round(seconds), "s")
-    chance = random.Random(seed)
-    killed = rounds = 0
-    while killed < KILLS:
-        out = tmp_path / f"s{rounds}"
-        rounds += 1
-        for _ in range(min(4, KILLS - killed)):  # then it may come to its end
-            process = start(words(room, out, *FOUR))
-            while process.poll() is None and not (out / "claims").exists():
-                time.sleep(0.02)
-            try:
-                process.communicate(timeout=chance.uniform(0.0, 0.7) * seconds)
-                break
-            except subprocess.TimeoutExpired:
-                if chance.random() < 0.5:
-                    os.killpg(process.pid, signal.SIGKILL)
-                else:
-                    process.kill()
-                process.communicate()
-                killed += 1
+    def begin(out):
         process = start(words(room, out, *FOUR))
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said
-        check_whole(out, expected)
-    print(f"{killed} kills in {rounds} sweeps")
+        while process.poll() is None and not (out / "claims").exists():
+            time.sleep(0.02)
+        return process
+
+    _, expected, whole = undisturbed
+    kill_at_random(
+        begin, lambda out: check_whole(out, expected), tmp_path, at_most=4, seconds=(0.0, 0.7 * whole)
+    )
 
 
 @pytest.mark.long
