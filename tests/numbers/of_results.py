@@ -41,29 +41,20 @@ def at(side, lr):
     return fmean(side.row(rows()).losses[lr, seed] for seed in (1, 2, 3))
 
 
-def shorter_over(lr, setting=None, view="power_0_7", seeds=(1, 2, 3, 4, 5, 6)):
+ADAMWS_EMA = studies.PLAIN, "power_0_7"
+
+
+def shorter_over(lr, setting=None, view="power_0_7", seeds=(1, 2, 3, 4, 5, 6), than=ADAMWS_EMA):
     """A harder pull toward a shorter average over AdamW's EMA, both with κ = 0.7; mean, error and seeds."""
     results = everything()
     apart = []
     for seed in seeds:
         ends = [
             loss_of(studies.trial("gpt", GPU.pretraining, one, lr, seed=seed), results, own)[0]
-            for one, own in ((setting or studies._pace(1e-2, 0.3), view), (studies.PLAIN, "power_0_7"))
+            for one, own in ((setting or studies._pace(1e-2, 0.3), view), than)
         ]
         apart.append(ends[0] - ends[1])
     return mean_of(apart)
-
-
-def twice_as_hard_over_default(lr):
-    """The default pulled twice as hard, over the default at the same rate."""
-    ends = [
-        {
-            seed: loss_of(studies.trial("gpt", GPU.pretraining, one, lr, seed=seed), everything(), "average")
-            for seed in (1, 2, 3)
-        }
-        for one in (studies._DOUBLE, studies._DEFAULT)
-    ]
-    return mean_of([ends[0][seed][0] - ends[1][seed][0] for seed in (1, 2, 3)])
 
 
 def branches_end_early(setting, view):
@@ -214,23 +205,24 @@ def results_page():
     rates = (2e-3, 3e-3, 6e-3, 9e-3)
     doubled = [shorter_over(lr, studies._DOUBLE, "average", (1, 2, 3)) for lr in rates]
     assert [abs(one.loss) > errors_of(3) * one.error for one in doubled] == [False, False, False, True]
-    more = [twice_as_hard_over_default(lr) for lr in rates]
+    default = studies._DEFAULT, "average"
+    more = [shorter_over(lr, studies._DOUBLE, "average", (1, 2, 3), than=default) for lr in rates]
     assert [abs(one.loss) > errors_of(3) * one.error for one in more] == [False, False, False, True]
     assert [max(abs(one.loss), one.error) <= TIE for one in more] == [True, True, False, False]
-    decayed_ema = [end for _, end in branches_end_early(studies.PLAIN, "live")]
-    averaged = [constant for constant, _ in branches_end_early(studies.PLAIN, "power_0_7")]
-    passive = [one - other for one, other in zip(averaged, decayed_ema, strict=True)]
-    decayed = [branches_end_early(studies.PLAIN, "live")]
-    decayed += [branches_end_early(setting, "average") for setting in (studies.PAPER, studies._DEFAULT)]
+    ends_early = [(studies.PLAIN, "live"), (studies.PAPER, "average"), default, ADAMWS_EMA]
+    decayed = [branches_end_early(*one) for one in ends_early]
     by = [[constant - end for constant, end in ends] for ends in decayed]
-    above = [[ours[0] - theirs[1] for ours, theirs in zip(ends, decayed[0])] for ends in decayed[1:]]
+    above = [
+        [constant - lowest for (constant, _), (_, lowest) in zip(ends, decayed[0], strict=True)]
+        for ends in decayed
+    ]
     return [
         "by {:.3f}, {:.3f} and {:.3f} after 2,000, 3,000 and 4,000 steps".format(*by[0]),
         "what PACE returns by {:.3f}, {:.3f} and {:.3f}".format(*by[1]),
         "what the default returns by {:.3f}, {:.3f} and {:.3f}".format(*by[2]),
-        "what the default returns is {:.3f}, {:.3f} and {:.3f} above AdamW decayed".format(*above[1]),
-        "(κ = 0.7) is {:.3f}, {:.3f} and {:.3f} above it".format(*passive),
-        "and what PACE returns {:.3f}, {:.3f} and {:.3f}:".format(*above[0]),
+        "what the default returns is {:.3f}, {:.3f} and {:.3f} above AdamW decayed".format(*above[2]),
+        "(κ = 0.7) is {:.3f}, {:.3f} and {:.3f} above it".format(*above[3]),
+        "and what PACE returns {:.3f}, {:.3f} and {:.3f}:".format(*above[1]),
         "{:+}, {:+}, {:+} and {:+} nats".format(*map(shorter_over, (2e-3, 3e-3, 6e-3, 9e-3))),
         "its means are {:+}, {:+}, {:+} and {:+} from it at the same rates".format(*doubled),
         f"own average ends {near[0]:.3f} above AdamW's best EMA at its best rate (the best of three c) and "
