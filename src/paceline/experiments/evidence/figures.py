@@ -114,7 +114,10 @@ def batch(room: Room, results: Results) -> Sheet:
         plots.append(_over_rates(f"{factor} times the batch", [*named.values(), *best], label, look))
     return Sheet(
         title="Larger batches, as many tokens", subtitle=_of(room.pretraining), rows=(tuple(plots),),
-        notes=("With a larger batch as many times fewer steps; one seed.",),
+        notes=(
+            "With a larger batch as many times fewer steps. Points are means over one or three seeds,",
+            "bars their standard error.",
+        ),
     )  # fmt: skip
 
 

@@ -224,6 +224,13 @@ def _draw_line(axes: "Axes", plot: Plot, line: Line) -> None:
         )  # fmt: skip
 
 
+def _spread(line: Line) -> list[tuple[float, float]]:
+    """Its values with the size of their bars."""
+    if line.spread is None:
+        return []
+    return [(y, s) for y, s in zip(line.y, line.spread, strict=True) if y is not None]
+
+
 def _pieces(plot: Plot, x: list[float], y: list[float]) -> list[tuple[list[float], list[float]]]:
     """Baselines are dots of their own: no line leads from them to the rest."""
     cut = sum(place < plot.set_apart for place in x) if plot.ticks else 0
@@ -259,6 +266,9 @@ def _set_range(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> str:
     axis = y_axis(panel)
     low, high = axis.range
     room = 0.06 * (high - low) if any(line.end for line in lines) else 0.0  # for what is said of ends
+    # Bars of what is shown fit too, if that does not press the lines flat.
+    ends = [y + spread for line in lines for y, spread in _spread(line) if y <= high]
+    high = min(max([high, *ends]), high + 0.1 * (high - low))
     axes.set_ylim(low - room, high)
     axes.ticklabel_format(axis="y", useOffset=False)
     if not axis.outside:
