@@ -128,7 +128,8 @@ class Lines:
         match told:
             case (_, pool.Ended(how=how, text=text)) if row is not None:
                 ended = ", ".join(f"{name} {loss:.4f}" for name, loss in row.losses.items())
-                said = ended if how == "finished" else f"{how}: {text}"
+                # Of one that was stopped after its last evaluation no losses are told.
+                said = (ended or how) if how == "finished" else f"{how}: {text}"
                 self._say(f"{self._rows.name(row)}: {said} ({self._rows.counts()})")
             case (_, Elsewhere(host=host)) if row is not None:
                 self._say(f"{self._rows.name(row)}: done by {host}")
