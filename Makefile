@@ -55,10 +55,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/training.py overhead
 
 test-all: test bench
-	PACELINE_SEQUENCES=2000 $(BIN)/pytest -s tests/optim/test_state_machine.py
+	PACELINE_SEQUENCES=2000 $(PYTEST) tests/optim/test_state_machine.py
 	$(BIN)/python tests/mutation.py --record records/$(TODAY)-mutants.json
-	$(BIN)/python tests/lm/kills.py --kills 1000 --record records/$(TODAY)-kills.json
-	PACELINE_KILLS=20 $(BIN)/pytest -s -m long
+	$(BIN)/python tests/lm/kills.py --kills 1000 --jobs 2 --record records/$(TODAY)-kills.json
+	PACELINE_KILLS=20 $(PYTEST) -m long
 	$(BIN)/python tests/lm/soak.py --record records/$(TODAY)-soak.json
 
 clean:

@@ -224,10 +224,10 @@ def check_places(copy: Copy, mutants: list[Mutant]) -> None:
         raise Unusable("\n".join(messages))
 
 
-def check_unchanged(copy: Copy, mutants: list[Mutant]) -> None:
+def check_unchanged(copy: Copy, mutants: list[Mutant], jobs: int) -> None:
     """All killers pass on the library as it is; otherwise everything would count as killed."""
     killers = list(dict.fromkeys(killer for mutant in mutants for killer in mutant.killers))
-    run = copy.pytest(*killers, limit_s=SUITE_LIMIT_S)
+    run = copy.pytest("-n", str(jobs), *killers, limit_s=SUITE_LIMIT_S)
     if not run.passed():
         raise Unusable(f"fails without any mutant: {run.failure()}\n{run.output[-3000:]}")
 
@@ -254,7 +254,7 @@ def run_all(mutants: list[Mutant], jobs: int, whole_suite: bool) -> list[Outcome
             first = Copy(ROOT, folder / "0", processes)
             check_places(first, mutants)
             print(f"unchanged, over all killers of {len(mutants)} mutants …", flush=True)
-            check_unchanged(first, mutants)
+            check_unchanged(first, mutants, jobs)
             # From the first copy, so that all are alike even if somebody is editing.
             rest = [Copy(first.folder, folder / str(i), processes) for i in range(1, jobs)]
             working = [pool.submit(work, copy) for copy in (first, *rest)]

@@ -3,11 +3,12 @@
 Every trial is a real process with the real trainer in it, forked from one that has imported torch already.
 A kill comes after a random time, or inside a save: at the n-th call that changes the disk.
 
-    python tests/lm/kills.py --kills 1000 --record records/DATE-kills.json
+    python tests/lm/kills.py --kills 1000 --jobs 2 --record records/DATE-kills.json
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ class Tally:
     inside_save: int = 0
     differences: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Tally)))
 
 
 def train_to_the_end(run: Run, folder: Path) -> None:
@@ -231,6 +235,37 @@ def campaign(
     return tally
 
 
+def campaigns(kills: int, seed: int, jobs: int, say: Callable[[Tally], None]) -> Tally:
+    """Several at once, each with a room, a share of the kills and a seed of its own; `say` hears of all."""
+    fork = multiprocessing.get_context("fork")
+    news = fork.SimpleQueue()
+
+    def work(which: int) -> None:
+        share = kills // jobs + (which < kills % jobs)
+        try:
+            with tempfile.TemporaryDirectory() as room:
+                told = campaign(runs_in(Path(room)), share, seed + which, say=lambda t: news.put((which, t)))
+                news.put((which, told))
+        finally:
+            news.put((which, None))
+
+    workers = [fork.Process(target=work, args=(which,)) for which in range(jobs)]
+    for worker in workers:
+        worker.start()
+    tallies, working = [Tally() for _ in workers], jobs
+    while working:
+        which, tally = news.get()
+        if tally is None:
+            working -= 1
+        else:
+            tallies[which] = tally
+            say(sum(tallies, Tally()))
+    for worker in workers:
+        worker.join()
+    broken = [f"a campaign ended with exit code {worker.exitcode}" for worker in workers if worker.exitcode]
+    return sum(tallies, Tally(errors=broken))
+
+
 def runs_in(room: Path) -> dict[str, Run]:
     """A pretraining and a fine-tuning run, seconds long, with all that must survive: dropout, averages,
     accumulation, several epochs, evaluations between checkpoints."""
@@ -268,22 +303,25 @@ def runs_in(room: Path) -> dict[str, Run]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32), help="each job adds its number")
+    parser.add_argument("--jobs", type=int, default=1, help="trainers at once (1)")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
+    if options.kills < 1 or options.jobs < 1:
+        parser.error("--kills and --jobs must be at least 1")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as room:
-        tally = campaign(
-            runs_in(Path(room)),
-            options.kills,
-            options.seed,
-            say=lambda tally: print(f"\r{tally.kills} of {options.kills} kills", end="", file=sys.stderr),
-        )
+    tally = campaigns(
+        options.kills,
+        options.seed,
+        options.jobs,
+        lambda tally: print(f"\r{tally.kills} of {options.kills} kills", end="", file=sys.stderr),
+    )
     print(file=sys.stderr)
     result = {
         "what": "SIGKILLs of trainers at random moments; final files compared to the byte",
         "date": time.strftime("%F"),
         "seed": options.seed,
+        "jobs": options.jobs,
         "runs": tally.runs,
         "kills": tally.kills,
         "inside_save": tally.inside_save,
