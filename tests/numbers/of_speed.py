@@ -155,7 +155,7 @@ def around_page():
 
 
 def training_page():
-    kills = read(RECORDS, "2026-11-17-kills")
+    kills = read(RECORDS, "2026-11-18-kills")
     packing = {row["what"]: row["ms"] for row in read(RECORDS, "2026-11-17-packed-h200")["rows"]}
     assert not kills["differences"] and not kills["errors"]
     return [
