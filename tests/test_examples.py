@@ -32,8 +32,8 @@ EXPECTED = {
 }
 
 
-# What they show is in tests/integrations too; here it is half a minute of imports each.
-LONG = {"huggingface.py", "lightning_example.py", "trl_sft.py"}
+# What they show is in other tests too; here it is a quarter of a minute each or more, most of it imports.
+LONG = {"fsdp2.py", "huggingface.py", "lightning_example.py", "optax_example.py", "trl_sft.py"}
 PATHS = [
     pytest.param(path, id=path.name, marks=pytest.mark.long if path.name in LONG else ())
     for path in sorted(EXAMPLES.glob("*.py"))
