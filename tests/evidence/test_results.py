@@ -14,7 +14,8 @@ from paceline.experiments.evidence import claims, figures, studies, tables
 from paceline.experiments.evidence.claims import AVERAGE, EMA, WSD, Claim
 from paceline.experiments.evidence.studies import CPU, DEFAULT, GPU, PACE, STUDIES, together
 from paceline.experiments.evidence.tables import rows_of
-from paceline.experiments.paper import lines
+from paceline.experiments.paper import lines, plots
+from paceline.experiments.paper.plots import Line, Plot, of_method
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "records").glob("*evidence*.jsonl"))
@@ -209,3 +210,21 @@ def test_nothing_of_it_imports_torch():
 
 def test_figures_of_no_runs_are_not_drawn(tmp_path):
     assert figures.all_figures(CPU, {}, tmp_path) == []
+
+
+@pytest.mark.parametrize(("spread", "higher"), [(0.0, False), (0.2, True), (5.0, True)])
+def test_bars_fit_an_axis_unless_they_would_press_all_flat(spread, higher):
+    """How much higher the axis is than without bars: as much as they need, up to a tenth."""
+    Figure = pytest.importorskip("matplotlib.figure").Figure
+
+    def height(size):
+        line = Line(label="a", look=of_method("AdamW"), x=(0, 1), y=(1.0, 2.0), spread=(0.0, size))
+        axes = Figure().subplots()
+        plot = Plot(title="", lines=(line,), x_label="", y_label="", ticks=("a", "b"))
+        plots._set_range(axes, plot, (line,))
+        return axes.get_ylim()
+
+    (low, high), (_, found) = height(0.0), height(spread)
+    needed = max(2.0 + spread - high, 0.0)
+    assert found == pytest.approx(high + min(needed, 0.1 * (high - low)))
+    assert (found > high) == higher

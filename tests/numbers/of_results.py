@@ -7,9 +7,20 @@ from statistics import fmean
 from said import RECORDS, Numbers
 
 from paceline.experiments.evidence import studies
-from paceline.experiments.evidence.claims import AVERAGE, EMA, LIVE, LONG, OURS, SCHEDULE_FREE, TIE, Claim
+from paceline.experiments.evidence.claims import (
+    AVERAGE,
+    EMA,
+    LIVE,
+    LONG,
+    OURS,
+    SCHEDULE_FREE,
+    TIE,
+    Claim,
+    is_settled,
+    is_tie,
+)
 from paceline.experiments.evidence.studies import GPU, Setting, loss_of
-from paceline.experiments.evidence.tables import Mean, Row, mean_of, rows_of
+from paceline.experiments.evidence.tables import Row, mean_of, rows_of
 from paceline.experiments.paper import lines
 from paceline.experiments.report.verdict import errors_of
 
@@ -66,16 +77,6 @@ PAPERS = Of(studies.PAPER, "average")
 DEFAULT = Of(studies._DEFAULT, "average")
 DOUBLE = Of(studies._DOUBLE, "average")
 HARD = Of(studies._pace(1e-2, 0.3), "power_0_7")
-
-
-def is_settled(mean: Mean) -> bool:
-    """Whether its 95 % interval leaves out 0, and it is more than what counts."""
-    return abs(mean.loss) > max(errors_of(mean.count) * mean.error, TIE)
-
-
-def is_tie(mean: Mean) -> bool:
-    """Whether seeds say that there is no difference."""
-    return max(abs(mean.loss), mean.error) <= TIE
 
 
 # --- Tables of pretraining and fine-tuning --------------------------------------------------------------

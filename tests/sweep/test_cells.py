@@ -1,8 +1,12 @@
 """What a sweep consists of: parsing, hashing, and when a cell is given up. Nothing is trained."""
 
+import io
+from pathlib import Path
+
 import pytest
 
 from paceline.cli import main
+from paceline.experiments import live, pool
 from paceline.experiments.config import MAY_CHANGE, NO_OTHER_RUN, ConfigError, Run, make, mark_of, name_of
 from paceline.experiments.pool import do_all
 from paceline.experiments.sweep.cells import Sweep, differing, grid_of, read, runs_of
@@ -269,3 +273,11 @@ def test_processes_take_orders_as_they_come_and_gpus_by_turns():
         if told is not None and told[1] != "began":
             ended[told[0]] = told[1].result
     assert ended[0] == (0, "5") and ended[1] == (1, "7") and ended[2][1] in ("5", "7")
+
+
+def test_a_run_that_had_been_evaluated_before_it_went_on_is_said_to_be_finished():
+    """Its losses were told to an earlier command."""
+    cell, said = pool.Cell(run=make({"steps": 5}), folder=Path("none")), io.StringIO()
+    lines = live.Lines(live.Rows([cell], ("run",), [("a",)]), said)
+    lines.take((cell, pool.Ended(how="finished")))
+    assert said.getvalue() == "run a: finished (1 of 1 runs done, about 0 min left)\n"

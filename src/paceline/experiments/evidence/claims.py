@@ -83,14 +83,30 @@ class Claim:
             return "runs are missing"
         if found.error is None:
             return "one seed: not settled"
-        margin = max(errors_of(found.count) * found.error, TIE)
-        if found.loss < -margin:
+        if is_settled(found) and found.loss < 0:
             return "confirmed" if self.strictly else "confirmed: it is lower"
-        if found.loss > margin:
+        if is_settled(found):
             return "not confirmed: it is higher"
-        if max(abs(found.loss), found.error) > TIE or found.count < ENOUGH:
-            return f"not settled: 95 % interval ± {margin:.3f}"
+        if not is_tie(found):
+            return f"not settled: 95 % interval ± {_margin(found):.3f}"
         return "not confirmed: a tie" if self.strictly else "confirmed: a tie"
+
+
+def _margin(difference: Mean) -> float:
+    """How far from 0 it has to be to count."""
+    assert difference.error is not None
+    return max(errors_of(difference.count) * difference.error, TIE)
+
+
+def is_settled(difference: Mean) -> bool:
+    """Whether seeds say that there is a difference, and it is more than what counts for one."""
+    return abs(difference.loss) > _margin(difference)
+
+
+def is_tie(difference: Mean) -> bool:
+    """Whether enough seeds say that there is none."""
+    assert difference.error is not None
+    return max(abs(difference.loss), difference.error) <= TIE and difference.count >= ENOUGH
 
 
 LIVE, EMA = Side(words="AdamW, live", method=ADAMW), Side(words="AdamW's best EMA", method=ADAMW, beside=True)
