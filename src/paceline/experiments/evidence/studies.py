@@ -359,6 +359,15 @@ def batch(room: Room) -> Iterator[Trial]:
         yield trial("gpt", room.pretraining, setting, lr, seed=seed, batch=BATCHES[0])
 
 
+def harder(room: Room) -> Iterator[Trial]:
+    """Pretraining: the default pulled twice as hard, where `shorter` leaves it out: at ten times AdamW's best
+    rate; and with four times the batch, at AdamW's best rate there and twice it."""
+    for setting, seed in product((PLAIN, _DEFAULT, _DOUBLE), (SEED, *SEEDS)):
+        yield trial("gpt", room.pretraining, setting, RATES[-1], seed=seed)
+        for lr in BATCH_RATES[2:]:
+            yield trial("gpt", room.pretraining, setting, lr, seed=seed, batch=BATCHES[0])
+
+
 def fine_tuning(room: Room) -> Iterator[Trial]:
     """Every setting of every method at two rates."""
     for settings in (*FINE_SETTINGS.values(), (_DEFAULT,)):
@@ -377,7 +386,7 @@ def fine_tuning_basin(room: Room, results: Mapping[str, Result]) -> Iterator[Tri
             yield trial("sft", room.tuning, setting, lr, "cosine")
 
 
-def harder(room: Room, results: Mapping[str, Result]) -> Iterator[Trial]:
+def fine_tuning_harder(room: Room, results: Mapping[str, Result]) -> Iterator[Trial]:
     """Fine-tuning with the default pulled twice as hard, which does well in `shorter`; AdamW beside it."""
     adamw = chosen(fine_tuning(room), FINE_SETTINGS, results)[0]
     for setting, lr, seed in product((adamw, _DEFAULT, _DOUBLE), FINE_SEEDED_RATES, (SEED, *SEEDS)):
@@ -405,9 +414,10 @@ STUDIES: dict[str, Study] = {
     "shorter": _without(shorter),
     "budgets": _without(budgets),
     "batch": _without(batch),
+    "harder": _without(harder),
     "fine-tuning": _without(fine_tuning),
     "fine-tuning-basin": fine_tuning_basin,
-    "fine-tuning-harder": harder,
+    "fine-tuning-harder": fine_tuning_harder,
     "gpt2": _without(gpt2),
 }
 

@@ -293,8 +293,19 @@ def shorter_tables(room: Room, results: Results) -> str:
 
 
 def harder_tables(room: Room, results: Results) -> str:
+    """Of the default pulled harder: at a high rate, and with a larger batch."""
+    trials, parts = list(studies.harder(room)), []
+    for factor in (1, studies.BATCHES[0]):
+        own = [one for one in trials if one.batch == factor]
+        rates = tuple(dict.fromkeys(one.lr for one in own))
+        title = "At ten times the best rate" if factor == 1 else f"With {factor} times the batch"
+        parts.append(f"{title}:\n\n{_over_ema(own, rates, results)}")
+    return "\n\n".join(parts)
+
+
+def fine_tuning_harder_tables(room: Room, results: Results) -> str:
     """Of the default pulled harder in fine-tuning."""
-    return _over_ema(studies.harder(room, results), studies.FINE_SEEDED_RATES, results)
+    return _over_ema(studies.fine_tuning_harder(room, results), studies.FINE_SEEDED_RATES, results)
 
 
 def _over_ema(trials: Iterable[Trial], rates: tuple[float, ...], results: Results) -> str:
@@ -364,8 +375,9 @@ TABLES: dict[str, Callable[[Room, Results], str]] = {
     "shorter": shorter_tables,
     "budgets": budgets_table,
     "batch": batch_tables,
+    "harder": harder_tables,
     "fine-tuning": fine_tuning_table,
     "fine-tuning-basin": fine_tuning_basin_tables,
-    "fine-tuning-harder": harder_tables,
+    "fine-tuning-harder": fine_tuning_harder_tables,
     "gpt2": gpt2_table,
 }
