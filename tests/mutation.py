@@ -3,7 +3,7 @@
     python tests/mutation.py                        all of mutants.py, two at a time
     python tests/mutation.py --only rule-gap-sign   some of them, by name
     python tests/mutation.py --list                 what there is
-    python tests/mutation.py --record FILE.json     the result as JSON, and beside it as a table, FILE.md
+    python tests/mutation.py --record FILE.json     the result as JSON
 
 Each job works in a copy of the repository of its own. A mutant is killed if one of the tests named for it
 fails or hangs; one that survives those is tried on the whole suite before it counts as survived.
@@ -289,11 +289,12 @@ def show(outcome: Outcome, done: int, total: int) -> None:
 # --- The record -----------------------------------------------------------------------------------
 
 
-def write_record(path: Path, outcomes: list[Outcome], seconds: float) -> None:
+def write_record(path: Path, outcomes: list[Outcome], seconds: float, of: str | None) -> None:
+    """`of` is the commit at the start: what is committed meanwhile was not tried."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     head = {
         "date": date.today().isoformat(),
-        "commit": commit(),
+        "commit": of,
         "python": platform.python_version(),
         "torch": version("torch"),
         "cpu_cores": os.cpu_count(),
@@ -309,12 +310,6 @@ def write_record(path: Path, outcomes: list[Outcome], seconds: float) -> None:
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**head, "results": rows}, indent=1, ensure_ascii=False) + "\n")
-    lines = [f"{key}: {value}  " for key, value in head.items()]
-    lines += ["", "| mutant | file | verdict | by | s |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {' | '.join(str(value).replace('|', chr(92) + '|') for value in row.values())} |" for row in rows
-    ]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 def commit() -> str | None:
@@ -334,7 +329,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
     parser.add_argument("--killers-only", action="store_true", help="spare survivors the whole suite")
-    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write the result, and FILE.md")
+    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write the result")
     parser.add_argument("--list", action="store_true", help="name the mutants and do nothing")
     arguments = parser.parse_args()
     names = {mutant.name for mutant in MUTANTS}
@@ -346,7 +341,7 @@ def main() -> int:
         return 0
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and cleans up
-    start = time.monotonic()
+    start, of = time.monotonic(), commit()
     try:
         outcomes = run_all(mutants, arguments.jobs, not arguments.killers_only)
     except KeyboardInterrupt:
@@ -357,7 +352,7 @@ def main() -> int:
         return 1
     seconds = time.monotonic() - start
     if arguments.record:
-        write_record(arguments.record, outcomes, seconds)
+        write_record(arguments.record, outcomes, seconds, of)
     survived = [outcome.mutant for outcome in outcomes if outcome.verdict == "survived"]
     killed = len(outcomes) - len(survived)
     print(f"\n{killed} of {len(outcomes)} mutants killed in {seconds / 60:.1f} minutes")

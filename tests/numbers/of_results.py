@@ -210,6 +210,7 @@ def results_page():
         *_of_a_harder_pull(),
         *_of_branches(),
         *_of_larger_batches(),
+        *_of_the_default_pulled_harder(),
         *_of_fine_tuning(),
         *_of_gpt2(),
     ]
@@ -341,6 +342,23 @@ def _of_larger_batches():
         f"the default is {above[1]:+} from it, just more than three seeds",
         f"PACE is {above[0]:+} from it: two seeds are below",
         f"ends at {least:.1f} at best, and from 0.004 on above {later - 0.05:.1f}",
+    ]
+
+
+def _of_the_default_pulled_harder():
+    places = [(1, 3e-2), (4, 4e-3), (4, 8e-3)]
+    twice, once, adamw = ([replace(one, batch=n) for n, _ in places] for one in (DOUBLE, DEFAULT, PLAIN))
+    rates = [lr for _, lr in places]
+    emas = [one.best_ema(lr) for one, lr in zip(adamw, rates, strict=True)]
+    more = [a.over(b, lr) for a, b, lr in zip(twice, once, rates, strict=True)]
+    theirs = [a.over(b, lr) for a, b, lr in zip(twice, emas, rates, strict=True)]
+    assert not any(is_settled(one) or is_tie(one) for one in more)
+    assert [is_settled(one) for one in theirs] == [True, True, False]
+    return [
+        f"it is {more[0]:+} at ten times AdamW's best rate",
+        f"with four times the batch {more[1]:+} and {more[2]:+} at 0.004 and 0.008",
+        f"with that batch it is {theirs[1]:+} at AdamW's best rate (0.004)",
+        f"and {theirs[2]:+} at 0.008, which is not",
     ]
 
 
