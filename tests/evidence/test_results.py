@@ -182,6 +182,20 @@ def test_lines_of_figures_are_the_losses():
     ] * 2
 
 
+def test_gpt2_has_a_panel_for_each_seed_with_the_best_average_of_adamw():
+    def loss(one, view):
+        return 3.0 + one.seed - 0.5 * (view == f"power_0_{4 + one.seed}")  # κ = 0.5 of one, 0.6 of the other
+
+    plots = figures.gpt2(GPU, everything(GPU, loss)).rows[0]
+    assert [plot.title for plot in plots] == ["seed 1", "seed 2"]
+    assert [plots[0].lines[i].label for i in (0, 1)] == [
+        "AdamW: live; at the end 4.000",
+        "AdamW: EMA κ = 0.5; at the end 3.500",
+    ]
+    assert plots[1].lines[1].label == "AdamW: EMA κ = 0.6; at the end 4.500"
+    assert [len(plot.lines) for plot in plots] == [4, 8]  # the second has decayed branches
+
+
 def test_a_run_that_is_missing_leaves_its_place_empty():
     results = everything(GPU, lambda one, view: 3.0 + one.lr)
     missing = [one.name for one in studies.batch(GPU) if one.method == DEFAULT and one.lr == 1e-3]

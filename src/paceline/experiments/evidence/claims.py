@@ -113,7 +113,7 @@ LIVE, EMA = Side(words="AdamW, live", method=ADAMW), Side(words="AdamW's best EM
 WSD = Side(words="AdamW with WSD", method=ADAMW, schedule="wsd")
 SCHEDULE_FREE = Side(words="Schedule-Free", method=FREE)
 AVERAGE = Side(words="PACE, its average", method=PACE)
-LONG = Side(words="PACE, a longer average beside it", method=PACE, beside=True)
+LONG = Side(words="PACE, the best average kept beside it", method=PACE, beside=True)
 OURS = Side(words="our default, what it returns", method=DEFAULT)
 PACE_WSD = Side(words="PACE with WSD", method=PACE, schedule="wsd")
 

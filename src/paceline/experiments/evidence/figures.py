@@ -211,14 +211,19 @@ def budgets(room: Room, results: Results) -> Sheet:
 
 
 def gpt2(room: Room, results: Results) -> Sheet:
-    """GPT-2's curves, of the last seed that there is."""
+    """GPT-2's curves, a panel for each seed."""
     there = [one for one in studies.together(studies.gpt2(room)).values() if one.name in results]
-    seed = max((one.seed for one in there), default=studies.SEED)
+    seeds = sorted({one.seed for one in there})
+    plots = [_curves([one for one in there if one.seed == seed], results, f"seed {seed}") for seed in seeds]
+    return Sheet(title="GPT-2", subtitle=_of(room.gpt2), rows=(tuple(plots),), notes=())
+
+
+def _curves(trials: Sequence[Trial], results: Results, title: str) -> Plot:
+    """What each could return: of AdamW its weights, and the average that is best at the end."""
     lines = []
-    for one in there:
-        if one.seed != seed:
-            continue
-        for view in _shown_of(one):
+    best = next((loss_of(one, results)[1] for one in trials if one.method == ADAMW), "live")
+    for one in trials:
+        for view in dict.fromkeys(("live", best)) if one.method == ADAMW else ("average",):
             curve = results[one.name].curve(view)
             row = Row(method=one.method, setting="", schedule=one.schedule, view=view, losses={})
             label = _label(row) + (", WSD" if one.schedule == "wsd" else "")
@@ -230,12 +235,7 @@ def gpt2(room: Room, results: Results) -> Sheet:
                     thin=one.schedule == "wsd",
                 )
             )  # fmt: skip
-    plot = Plot(title="", lines=tuple(lines), x_label="step", y_label=LOSS, zoom=True, own_legend=True)
-    return Sheet(title="GPT-2", subtitle=_of(room.gpt2), rows=((plot,),), notes=())
-
-
-def _shown_of(one: Trial) -> tuple[str, ...]:
-    return ("live", "power_0_7") if one.method == ADAMW else ("average",)
+    return Plot(title=title, lines=tuple(lines), x_label="step", y_label=LOSS, zoom=True, own_legend=True)
 
 
 def _of(settings: object) -> str:
