@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -73,69 +73,79 @@ class Run:
         return found[1] if found else f"(exit code {self.code})"
 
 
-class Processes:
-    """What is running, so that all of it can be ended at once."""
+class Forks:
+    """A process of forking.py in a folder, which has torch already, and the fork of it that runs tests."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
-        self._stopped = False
+    def __init__(self, folder: Path, environment: dict[str, str], output: Path) -> None:
+        self._output, self._lock, self._stopped = output, threading.Lock(), False
+        self._fork: int | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, str(folder / "tests" / "forking.py")],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.imported = self._answer()
+        """Where tests would import the library from."""
 
-    def run(self, command: list[str], folder: Path, environment: dict[str, str], limit_s: float) -> Run:
-        with self._lock:
-            if self._stopped:
-                raise Stopped
-            # A session of its own: tests start processes too, and those must end with it.
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            self._running.add(process)
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-            run = Run(process.returncode, output)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            run = Run(None, process.communicate()[0])
-        except BaseException:  # Ctrl-C
-            _end(process)
-            process.wait()
-            raise
-        finally:
-            with self._lock:
-                self._running.discard(process)
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline().strip()
         if self._stopped:
             raise Stopped
-        return run
+        if not answer:
+            raise Unusable(f"tests/forking.py ended with {self._process.wait()}")
+        return answer
+
+    def pytest(self, arguments: Sequence[str], limit_s: float) -> Run:
+        assert self._process.stdin is not None
+        self._output.write_bytes(b"")
+        with suppress(BrokenPipeError):  # then there is no answer
+            self._process.stdin.write(json.dumps([arguments, str(self._output)]) + "\n")
+            self._process.stdin.flush()
+        with self._lock:
+            self._fork = int(self._answer())
+        late = threading.Event()
+        limit = threading.Timer(limit_s, lambda: (late.set(), self._end_fork()))
+        limit.start()
+        try:
+            code = int(self._answer())
+        finally:
+            limit.cancel()
+            self._end_fork()  # also what tests have left running
+        return Run(None if late.is_set() else code, self._output.read_text(errors="replace"))
+
+    def _end_fork(self) -> None:
+        with self._lock:
+            if self._fork is not None:
+                _end(self._fork)
+            self._fork = None
 
     def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-            for process in self._running:
-                _end(process)
+        self._stopped = True
+        _end(self._process.pid)
+        self._end_fork()
+        self._process.wait()
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _end(leader: int) -> None:
+    """With all of its session's group: tests start processes too."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(leader, signal.SIGKILL)
 
 
 class Copy:
     """A copy of the repository, in which one job breaks the library and runs tests."""
 
-    def __init__(self, original: Path, folder: Path, processes: Processes) -> None:
+    def __init__(self, original: Path, folder: Path) -> None:
         shutil.copytree(original, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
         self.folder = folder
-        self._processes = processes
         temporary = folder.with_name(f"{folder.name}-temporary")
         temporary.mkdir()
-        self._environment = {
+        environment = {
             **os.environ,
             "PYTHONPATH": str(folder / "src"),
             # A mutant may have the size and the second of the file it replaces, and by these Python
@@ -144,10 +154,15 @@ class Copy:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(temporary),
         }
+        self._forks = Forks(folder, environment, temporary / "output")
         # The environment may have the original installed, editable.
-        found = self._python("-c", "import paceline; print(paceline.__file__)", limit_s=LIMIT_S).output
-        if not Path(found.strip()).is_relative_to(folder / "src"):
-            raise Unusable(f"the tests would import {found.strip()}, not the copy in {folder}")
+        found = self._forks.imported
+        if not Path(found).is_relative_to(folder / "src"):
+            self.stop()
+            raise Unusable(f"the tests would import {found}, not the copy in {folder}")
+
+    def stop(self) -> None:
+        self._forks.stop()
 
     def source(self, mutant: Mutant) -> Path:
         return self.folder / SOURCE / mutant.file
@@ -155,10 +170,7 @@ class Copy:
     def pytest(self, *arguments: str, limit_s: float = LIMIT_S) -> Run:
         # The longest tests too: some mutants are for them.
         options = ("-x", "-q", "-m", "", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--hypothesis-seed=0")
-        return self._python("-m", "pytest", *options, *arguments, limit_s=limit_s)
-
-    def _python(self, *arguments: str, limit_s: float) -> Run:
-        return self._processes.run([sys.executable, *arguments], self.folder, self._environment, limit_s)
+        return self._forks.pytest([*options, *arguments], limit_s)
 
     @contextmanager
     def broken(self, mutant: Mutant) -> Iterator[None]:
@@ -224,10 +236,9 @@ def check_places(copy: Copy, mutants: list[Mutant]) -> None:
         raise Unusable("\n".join(messages))
 
 
-def check_unchanged(copy: Copy, mutants: list[Mutant], jobs: int) -> None:
-    """All killers pass on the library as it is; otherwise everything would count as killed."""
-    killers = list(dict.fromkeys(killer for mutant in mutants for killer in mutant.killers))
-    run = copy.pytest("-n", str(jobs), *killers, limit_s=SUITE_LIMIT_S)
+def check_unchanged(copy: Copy, killers: list[str]) -> None:
+    """They pass on the library as it is; otherwise everything would count as killed."""
+    run = copy.pytest(*killers, limit_s=SUITE_LIMIT_S)
     if not run.passed():
         raise Unusable(f"fails without any mutant: {run.failure()}\n{run.output[-3000:]}")
 
@@ -236,7 +247,6 @@ def check_unchanged(copy: Copy, mutants: list[Mutant], jobs: int) -> None:
 
 
 def run_all(mutants: list[Mutant], jobs: int, whole_suite: bool) -> list[Outcome]:
-    processes = Processes()
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     for mutant in mutants:
         waiting.put(mutant)
@@ -249,20 +259,29 @@ def run_all(mutants: list[Mutant], jobs: int, whole_suite: bool) -> list[Outcome
                 outcomes.append(outcome)
                 show(outcome, len(outcomes), len(mutants))
 
+    killers = list(dict.fromkeys(killer for mutant in mutants for killer in mutant.killers))
+    copies: list[Copy] = []
     with temporary_folder() as folder, ThreadPoolExecutor(jobs) as pool:
-        try:
-            first = Copy(ROOT, folder / "0", processes)
-            check_places(first, mutants)
-            print(f"unchanged, over all killers of {len(mutants)} mutants …", flush=True)
-            check_unchanged(first, mutants, jobs)
-            # From the first copy, so that all are alike even if somebody is editing.
-            rest = [Copy(first.folder, folder / str(i), processes) for i in range(1, jobs)]
-            working = [pool.submit(work, copy) for copy in (first, *rest)]
+
+        def all_do(work: Callable[[Copy], None]) -> None:
+            working = [pool.submit(work, copy) for copy in copies]
             wait(working, return_when=FIRST_EXCEPTION)
+            for job in working:
+                if job.done():
+                    job.result()
+
+        try:
+            copies.append(Copy(ROOT, folder / "0"))
+            check_places(copies[0], mutants)
+            # From the first copy, so that all are alike even if somebody is editing.
+            copies.extend(Copy(copies[0].folder, folder / str(i)) for i in range(1, jobs))
+            print(f"unchanged, over all killers of {len(mutants)} mutants …", flush=True)
+            # In turns, as those of one file, which take alike, are beside each other.
+            all_do(lambda copy: check_unchanged(copy, killers[copies.index(copy) :: jobs]))
+            all_do(work)
         finally:
-            processes.stop()
-    for job in working:
-        job.result()
+            for copy in copies:
+                copy.stop()
     order = {mutant.name: i for i, mutant in enumerate(mutants)}
     return sorted(outcomes, key=lambda outcome: order[outcome.mutant.name])
 
