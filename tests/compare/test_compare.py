@@ -154,7 +154,7 @@ def trial(**more):
 @pytest.mark.long
 def test_a_time_is_turned_into_steps(room, tmp_path, capfd):
     out = tmp_path / "c"
-    timed = words(room, out, "--lr", "1e-3", "--methods", "wsd", "--time", "12s")
+    timed = words(room, out, "--lr", "1e-3", "--methods", "wsd", "--time", "40s")
     at = timed.index("--steps")
     del timed[at : at + 2]
     assert main(timed) == 0
