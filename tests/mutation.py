@@ -260,6 +260,7 @@ def run_all(mutants: list[Mutant], jobs: int, whole_suite: bool) -> list[Outcome
                 show(outcome, len(outcomes), len(mutants))
 
     killers = list(dict.fromkeys(killer for mutant in mutants for killer in mutant.killers))
+    jobs = min(jobs, len(killers))  # one that has none to check would run the whole suite
     copies: list[Copy] = []
     with temporary_folder() as folder, ThreadPoolExecutor(jobs) as pool:
 
