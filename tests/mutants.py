@@ -3438,8 +3438,8 @@ HOST = [
     Mutant(
         "host-no-eps",
         "host.py",
-        "summand(pull.shift, denominators)",
-        "summand(0.0, denominators)",
+        "denominators = _denominators(block, pull.shift)",
+        "denominators = _denominators(block, 0.0)",
         (f"{_HOST}::test_against_the_reference",),
     ),
     Mutant(
@@ -3452,9 +3452,23 @@ HOST = [
     Mutant(
         "host-first-moment-stands",
         "host.py",
-        "torch._foreach_lerp_(exp_avgs, grads, 1 - recipe.betas[0])",
+        "torch._foreach_lerp_(block.exp_avgs, grads, 1 - recipe.betas[0])",
         "pass",
         (f"{_HOST}::test_against_the_reference",),
+    ),
+    Mutant(
+        "host-every-block-is-the-first",
+        "host.py",
+        "array.storage_offset() + first",
+        "array.storage_offset()",
+        (f"{_HOST}::test_blocks_change_no_more_than_the_last_digit",),
+    ),
+    Mutant(
+        "host-the-sum-is-of-the-last-block",
+        "host.py",
+        "totals[i] += found",
+        "totals[i] = found",
+        (f"{_HOST}::test_blocks_change_no_more_than_the_last_digit",),
     ),
     Mutant(
         "host-any-order-of-memory",

@@ -18,7 +18,6 @@ from problems import (
 from reference import distances, of_the_same_state, step_model
 
 from paceline import PACE
-from paceline.optim import foreach as foreach_path
 from paceline.optim import host
 
 SHAPES = [(33, 7), (16,), (), (17,), (64, 33), (0, 3)]
@@ -31,7 +30,15 @@ TAKEN = {
     and settings.get("betas", (0.9, 0.999))[0] != 0
     and settings.get("pullback_strength") != 0
 }
-ways = pytest.mark.parametrize("fewest", [1, host.FEWEST], ids=["asked", "small"])
+WAYS = {"asked": (1, host.BLOCK), "cut": (1, 100), "small": (host.FEWEST, host.BLOCK)}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Tensors with blocks of their own, one each or several, and tensors that are gathered."""
+    fewest, block = WAYS[request.param]
+    monkeypatch.setattr(host, "FEWEST", fewest)
+    monkeypatch.setattr(host, "BLOCK", block)
 
 
 def refuse(*arguments):
@@ -39,11 +46,10 @@ def refuse(*arguments):
 
 
 @pytest.mark.slow
-@ways
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", TAKEN)
-def test_against_the_reference(name, fewest, monkeypatch):
+def test_against_the_reference(name):
     """Weights, moments and averages to 1e-6 of the largest, at every one of 25 steps from equal inputs."""
-    monkeypatch.setattr(host, "FEWEST", fewest)
     settings = {"lr": 1e-2, **TAKEN[name]}
     parameters = make_parameters(dtype=torch.float32, shapes=SHAPES)
     optimizer = PACE(parameters, **settings)
@@ -57,10 +63,9 @@ def test_against_the_reference(name, fewest, monkeypatch):
 
 
 @pytest.mark.slow
-@ways
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_run_ends_where_the_loop_ends(name, fewest, monkeypatch):
-    monkeypatch.setattr(host, "FEWEST", fewest)
+def test_a_run_ends_where_the_loop_ends(name):
     steps = make_gradients(40, shapes=SHAPES)
     for step in steps[10:20]:
         step[1] = None  # a parameter that stands still for a while, and is younger than the others then
@@ -112,11 +117,10 @@ def test_no_gain_is_taken_for_one_below_its_limit():
     assert not host._is_below_limit(0.0, pull, recipe)
 
 
-@ways
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
-def test_a_bad_gradient_spoils_its_own_coordinate_and_no_other(bad, fewest, monkeypatch):
+def test_a_bad_gradient_spoils_its_own_coordinate_and_no_other(bad):
     """Of 1e30 only the square overflows: nothing is spoilt, and nothing moves any more."""
-    monkeypatch.setattr(host, "FEWEST", fewest)
     parameters = make_parameters(dtype=torch.float32, shapes=[(40,)])
     steps = make_gradients(6, shapes=[(40,)])
     steps[2][0][7] = bad
@@ -192,10 +196,9 @@ def test_states_go_from_any_path_to_any_other(there, back):
         assert torch.allclose(found[key].to(value.dtype), value, rtol=1e-5, atol=1e-5), key
 
 
-@ways
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("gain", ["paper", "scaled"])
-def test_a_resumed_run_goes_on_to_the_bit(gain, fewest, monkeypatch):
-    monkeypatch.setattr(host, "FEWEST", fewest)
+def test_a_resumed_run_goes_on_to_the_bit(gain):
     steps = make_gradients(20, shapes=SHAPES)
     whole = run(make_parameters(dtype=torch.float32, shapes=SHAPES), steps, gain=gain)
     first = run(make_parameters(dtype=torch.float32, shapes=SHAPES), steps[:9], gain=gain)
@@ -206,11 +209,26 @@ def test_a_resumed_run_goes_on_to_the_bit(gain, fewest, monkeypatch):
     assert_same_bits(everything(whole), everything(second))
 
 
-def test_chunks_do_not_change_a_bit(monkeypatch):
-    whole = run(make_parameters(), make_gradients(10), gain="scaled")
-    monkeypatch.setattr(foreach_path, "CHUNK_ELEMENTS", 6)
-    parts = run(make_parameters(), make_gradients(10), gain="scaled")
-    assert_same_bits(everything(whole), everything(parts))
+@pytest.mark.parametrize("fewest", [1, 30, 10**6])
+def test_blocks_change_no_more_than_the_last_digit(fewest, monkeypatch):
+    """Of float64; a matrix among them lies the other way round in memory, and lengths are odd."""
+
+    def ran(block):
+        monkeypatch.setattr(host, "BLOCK", block)
+        parameters = [p.detach().clone() for p in make_parameters(shapes=[(33, 7), (16,), (5, 41)])]
+        parameters[2] = parameters[2].t().contiguous().t()
+        parameters = [p.requires_grad_() for p in parameters]
+        steps = make_gradients(10, shapes=[(33, 7), (16,), (5, 41)])
+        for step in steps:
+            step[2] = step[2].t().contiguous().t()
+        return everything(run(parameters, steps, gain="scaled"))
+
+    monkeypatch.setattr(host, "FEWEST", fewest)
+    whole = ran(10**6)
+    for block in (7, 100):
+        parts = ran(block)
+        for key, value in whole.items():
+            assert torch.allclose(parts[key], value, rtol=1e-14, atol=1e-14), key
 
 
 def test_what_torchs_kernel_cannot_take_goes_as_before():
@@ -232,13 +250,13 @@ def test_what_torchs_kernel_cannot_take_goes_as_before():
         assert torch.equal(stepped(make), stepped(make, foreach=True))
 
 
-@pytest.mark.slow
-@ways
 @pytest.mark.parametrize("settings", [{}, {"maximize": True}, {"max_grad_norm": 0.1}], ids=str)
-@pytest.mark.parametrize("shapes", [[(256, 256)] * 8, [(512, 1024)]])
-def test_temporary_memory(shapes, settings, fewest, monkeypatch):
-    """At most two model-sized temporaries."""
-    monkeypatch.setattr(host, "FEWEST", fewest if fewest == 1 else 2**30)
+@pytest.mark.parametrize("fewest, blocks", [(1, 2), (10**6, 4)], ids=["cut", "gathered"])
+def test_temporary_memory(fewest, blocks, settings, monkeypatch):
+    """Of a block, of which there are many: two that stay, and gradients that are not taken as they are."""
+    monkeypatch.setattr(host, "FEWEST", fewest)
+    monkeypatch.setattr(host, "BLOCK", 2**14)
+    shapes = [(128, 64)] * 40
     parameters, gradients = (
         make_parameters(dtype=torch.float32, shapes=shapes),
         make_gradients(3, shapes=shapes),
@@ -247,5 +265,5 @@ def test_temporary_memory(shapes, settings, fewest, monkeypatch):
     for p, g in zip(parameters, gradients[2], strict=True):
         p.grad = g.float()
     gc.collect()
-    peak, model = peak_bytes(optimizer.step), sum(p.numel() * 4 for p in parameters)
-    assert peak <= 2 * model + 8192, f"{peak / model:.2f} model sizes"
+    peak, block = peak_bytes(optimizer.step), 4 * 2**14
+    assert peak <= blocks * block + 8192, f"{peak / block:.2f} blocks"

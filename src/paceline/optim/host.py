@@ -8,24 +8,34 @@ so that AdamW does both if it is given m + κ · (average − live) for m, which
 takes fewer passes over memory than AdamW and an EMA in foreach operations, and nothing has to be built.
 Tensors in which a gain may be at its limit are stepped first and pulled then.
 
-Equal to `pace_step_` to a few units in the last place, on weights and state. A step holds at most two
-temporaries of one chunk's size.
+It goes block by block, so that only the first operation on a block waits for memory, and with two buffers of
+a block's size that stay: memory that is asked for anew at each step can take longer to arrive than the step.
+
+Equal to `pace_step_` to a few units in the last place, on weights and state.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.optim.foreach import PLAIN, chunks, counted, move_averages_, summand
+from paceline.optim.foreach import PLAIN, counted, move_averages_, summand
 from paceline.optim.members import Members, is_plain
 from paceline.optim.onepass import lie_alike, seed_averages_
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_count, gain_limit
 
+BLOCK = 2**18
+"""Elements at a time. Fewer fit into smaller caches, but to call an operation then takes longer than that
+saves."""
+
 FEWEST = 2**14
-"""Elements of a tensor. With fewer, to ask for the least second moment costs more than it saves."""
+"""Elements of a tensor that has blocks of its own; smaller ones are gathered. For those, to ask for the least
+second moment costs more than it saves."""
 
 
 def takes(live: Tensor) -> bool:
@@ -48,26 +58,23 @@ def fits(slot: Slot) -> bool:
 
 def host_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step for all members, in place, whose counts are advanced already; the rest as in `pace_step_`."""
-    counts, slots = members.counts(), members.slots()
+    counts = members.counts()
     for part in _parts(members, counts):
-        own = [slots[i] for i in part.places]
         at = at_count(counts[part.places[0]], recipe, float(scale))
-        seed_averages_(own, at)
-        if at.pulling:
-            pull = _pull_at(at, recipe, own[0].live.dtype)
-            below = [_is_below_limit(least, pull, recipe) for least in part.take_least()]
-            for way_, wanted in ((_step_and_pull_, True), (_step_then_pull_, False)):
-                taken = [slot for slot, found in zip(own, below, strict=True) if found is wanted]
-                if taken:
-                    way_(taken, pull, recipe, factor)
-        else:
-            _adamw_(own, [slot.exp_avg for slot in own], recipe, factor)
-        if at.averaging:
-            lives = [slot.live for slot in own]
-            _move_([slot.average for slot in own], lives, float(at.rate))
-            returned = [slot.returned for slot in own if slot.returned is not None]
-            if returned:
-                _move_(returned, lives, float(at.return_rate))
+        seed_averages_([members.rests[i] for i in part.places], at)
+        pull = _pull_at(at, recipe, part.dtype) if at.pulling else None
+        for block, least in zip(part.blocks, part.take_least(), strict=True):
+            own = block.with_gradients(members.grads)
+            if pull is None:
+                _adamw_(own, own.exp_avgs, recipe, factor)
+            elif _is_below_limit(least(), pull, recipe):
+                _step_and_pull_(own, pull, recipe, factor)
+            else:
+                _step_then_pull_(own, pull, recipe, factor)
+            if at.averaging:
+                _move_(own.averages, own.lives, float(at.rate))
+                if own.returned:
+                    _move_(own.returned, own.lives, float(at.return_rate))
 
 
 def _move_(averages: list[Tensor], lives: list[Tensor], rate: float) -> None:
@@ -95,46 +102,103 @@ def root_of_mean(members: Members, beta2: float, elements: int) -> float | None:
     return math.sqrt(total / elements) if stepped else None
 
 
-# --- Members that are stepped together ----------------------------------------------------------------
+# --- Blocks: parts of large tensors, and small tensors together ------------------------------------------
+
+
+class _Block(NamedTuple):
+    """Either tensors that are small, or a part of one."""
+
+    places: list[int]  # which of the members they are
+    step: Tensor  # how old they are
+    first: int  # the element at which a part begins
+    lives: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    averages: list[Tensor]
+    returned: list[Tensor]  # none, if there is only one average
+    buffers: tuple[Tensor, Tensor] | None  # of a part's size; small tensors have none
+    grads: list[Tensor]  # of this step
+
+    @staticmethod
+    def of(slots: list[Slot], places: list[int], first: int, buffers: Tensor | None) -> "_Block":
+        """Of members at these places; a part as long as its buffers are."""
+        own = [slots[i] for i in places]
+        pair = None if buffers is None else (buffers[0], buffers[1])
+        lives, _, *state = (_cut_all(column, first, pair) for column in list(zip(*own))[:6])
+        exp_avgs, exp_avg_sqs, averages, returned = state
+        step = own[0].step
+        return _Block(places, step, first, lives, exp_avgs, exp_avg_sqs, averages, returned, pair, [])
+
+    def with_gradients(self, grads: list[Tensor]) -> "_Block":
+        """Those of all members."""
+        return self._replace(grads=_cut_all([grads[i] for i in self.places], self.first, self.buffers))
+
+    def least(self) -> float:
+        """Of the second moments of a part; of small tensors 0, as nobody looked."""
+        return 0.0 if self.buffers is None else self.exp_avg_sqs[0].amin().item()
+
+
+def _cut_all(
+    arrays: Sequence[Tensor | None], first: int, buffers: tuple[Tensor, Tensor] | None
+) -> list[Tensor]:
+    """Elements of tensors without gaps, in the order in which they lie there: as many as buffers have, or all
+    if there are none. What is None is left out."""
+    there = [array for array in arrays if array is not None]
+    if buffers is None:
+        return there
+    size = (len(buffers[0]),)
+    return [array.as_strided(size, (1,), array.storage_offset() + first) for array in there]
 
 
 def _parts(members: Members, counts: list[float]) -> "list[_Part]":
-    """Members of one age and precision each, and not too many at once."""
+    """Members of one age and precision each."""
     younger = [counts[0] - count for count in counts]
     if members.memo.get("younger") != younger:
-        slots = members.rests
-        alike = chunks(range(len(slots)), lambda i: (slots[i].live, counts[i]))
+        alike: dict[object, list[int]] = {}
+        for i, slot in enumerate(members.rests):
+            alike.setdefault((slot.live.dtype, counts[i]), []).append(i)
         members.memo["younger"] = younger
-        members.memo["parts"] = [_Part(places, [slots[i].exp_avg_sq for i in places]) for places in alike]
+        members.memo["parts"] = [_Part(members.rests, places) for places in alike.values()]
     found: list[_Part] = members.memo["parts"]
     return found
 
 
 class _Part:
-    """Which of the members, and what is known of their second moments before a step."""
+    """Which of the members, their blocks, and what is known of their second moments before a step."""
 
-    def __init__(self, places: list[int], exp_avg_sqs: list[Tensor]) -> None:
-        self.places = places
-        self._exp_avg_sqs = exp_avg_sqs
+    def __init__(self, slots: list[Slot], places: list[int]) -> None:
+        self.places, self.dtype = places, slots[places[0]].live.dtype
+        sizes = {i: slots[i].live.numel() for i in places}
+        large = [i for i in places if sizes[i] >= FEWEST]
+        small = [i for i in places if sizes[i] < FEWEST]
+        ends = accumulate(sizes[i] for i in small)
+        gathered = groupby(zip(small, ends, strict=True), lambda pair: pair[1] // BLOCK)
+        self.blocks = [_Block.of(slots, [i for i, _ in own], 0, None) for _, own in gathered]
+        buffers = torch.empty(2, min(BLOCK, max((sizes[i] for i in large), default=0)), dtype=self.dtype)
+        for i in large:
+            length = math.ceil(sizes[i] / math.ceil(sizes[i] / BLOCK))  # none much shorter than others
+            for first in range(0, sizes[i], length):
+                own = buffers[:, : min(length, sizes[i] - first)]
+                self.blocks.append(_Block.of(slots, [i], first, own))
         self._least: list[float] = []
 
     def second_moments(self) -> list[float]:
-        """The sum of each. One right after the other, the least costs half of what it does later."""
-        sums, least = [], []
-        for exp_avg_sq in self._exp_avg_sqs:
-            sums.append(exp_avg_sq.sum())
-            least.append(_least(exp_avg_sq))
+        """The sum of each tensor. Right after a sum, to find the least takes half as long as later."""
+        owners, sums, least = [], [], []
+        for block in self.blocks:
+            owners += block.places
+            sums += [exp_avg_sq.sum() for exp_avg_sq in block.exp_avg_sqs]
+            least.append(block.least())
         self._least = least
-        return torch.stack(sums).tolist()
+        totals = dict.fromkeys(self.places, 0.0)
+        for i, found in zip(owners, torch.stack(sums).tolist(), strict=True):
+            totals[i] += found
+        return list(totals.values())
 
-    def take_least(self) -> list[float]:
-        """The least of each, 0 where it was not looked for; as the sums have found it, or found now."""
+    def take_least(self) -> list[Callable[[], float]]:
+        """The least of each block; as the sums have found it, or to be found right before its step."""
         found, self._least = self._least, []
-        return found or list(map(_least, self._exp_avg_sqs))
-
-
-def _least(exp_avg_sq: Tensor) -> float:
-    return exp_avg_sq.amin().item() if exp_avg_sq.numel() >= FEWEST else 0.0
+        return [partial(float, least) for least in found] or [block.least for block in self.blocks]
 
 
 # --- Step and pull ------------------------------------------------------------------------------------
@@ -168,36 +232,48 @@ def _is_below_limit(least: float, pull: Pull, recipe: Recipe) -> bool:
     return 0.9999 * math.sqrt(recipe.betas[1] * least) + pull.shift >= pull.floor
 
 
-def _step_and_pull_(slots: list[Slot], pull: Pull, recipe: Recipe, factor: Scalar) -> None:
+def _step_and_pull_(block: _Block, pull: Pull, recipe: Recipe, factor: Scalar) -> None:
     """Where no gain is at its limit."""
-    exp_avgs: list[Any] = [slot.exp_avg for slot in slots]
-    moments = list(torch._foreach_sub(exp_avgs, [slot.live for slot in slots], alpha=pull.share))
-    torch._foreach_add_(moments, [slot.average for slot in slots], alpha=pull.share)
-    grads = _adamw_(slots, moments, recipe, factor)
-    torch._foreach_lerp_(exp_avgs, grads, 1 - recipe.betas[0])
+    moments = _less(block.exp_avgs, block.lives, pull.share, block)
+    torch._foreach_add_(moments, block.averages, alpha=pull.share)
+    grads = _adamw_(block, moments, recipe, factor)
+    torch._foreach_lerp_(block.exp_avgs, grads, 1 - recipe.betas[0])
 
 
-def _step_then_pull_(slots: list[Slot], pull: Pull, recipe: Recipe, factor: Scalar) -> None:
-    lives = [slot.live for slot in slots]
-    gaps = torch._foreach_sub([slot.average for slot in slots], lives)
-    _adamw_(slots, [slot.exp_avg for slot in slots], recipe, factor)
-    denominators = list(torch._foreach_sqrt([slot.exp_avg_sq for slot in slots]))
-    torch._foreach_add_(denominators, summand(pull.shift, denominators))
+def _step_then_pull_(block: _Block, pull: Pull, recipe: Recipe, factor: Scalar) -> None:
+    gaps = _less(block.averages, block.lives, 1.0, block)
+    _adamw_(block, block.exp_avgs, recipe, factor)
+    denominators = _denominators(block, pull.shift)
     torch._foreach_clamp_min_(denominators, pull.floor)
-    torch._foreach_addcdiv_(lives, gaps, denominators, pull.top)
+    torch._foreach_addcdiv_(block.lives, gaps, denominators, pull.top)
 
 
-def _adamw_(slots: list[Slot], moments: list[Any], recipe: Recipe, factor: Scalar) -> list[Tensor]:
+def _less(some: list[Tensor], others: list[Tensor], times: float, block: _Block) -> list[Tensor]:
+    """Some tensors less so many times the others; in the first buffer, if there is one."""
+    if block.buffers is None:
+        return list(torch._foreach_sub(some, others, alpha=times))
+    return [torch.sub(some[0], others[0], alpha=times, out=block.buffers[0])]
+
+
+def _denominators(block: _Block, shift: float) -> list[Tensor]:
+    """√v + shift; in the second buffer, if there is one."""
+    if block.buffers is None:
+        roots = list(torch._foreach_sqrt(block.exp_avg_sqs))
+        torch._foreach_add_(roots, summand(shift, roots))
+        return roots
+    return [torch.sqrt(block.exp_avg_sqs[0], out=block.buffers[1]).add_(shift)]
+
+
+def _adamw_(block: _Block, moments: list[Tensor], recipe: Recipe, factor: Scalar) -> list[Tensor]:
     """AdamW's step with these first moments; the gradients that it took."""
-    lives, grads, _, exp_avg_sqs = (list(column) for column in list(zip(*slots))[:4])
-    grads = counted(grads, recipe, factor)
+    grads = counted(block.grads, recipe, factor)
     torch._fused_adamw_(
-        lives,
+        block.lives,
         grads,
         moments,
-        exp_avg_sqs,
+        block.exp_avg_sqs,
         [],
-        [slots[0].step] * len(slots),
+        [block.step] * len(grads),
         lr=float(recipe.lr),
         beta1=recipe.betas[0],
         beta2=recipe.betas[1],
