@@ -35,7 +35,7 @@ def test_what_crashes_is_not_used_nor_tried_again(fresh, monkeypatch):
     """As with a torch whose functions have the same names and other arguments."""
     broken = fresh / "look.c"
     text = look.SOURCE.read_text()
-    broken.write_text(text.replace("torch.grad(*(void **)tensor)", "torch.grad((void *)1)"))
+    broken.write_text(text.replace("torch.grad(tensor_of(tensor))", "torch.grad((void *)1)"))
     assert broken.read_text() != text
     monkeypatch.setattr(look, "SOURCE", broken)
     assert look.functions() is None

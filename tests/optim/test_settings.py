@@ -19,6 +19,7 @@ from problems import (
 )
 from reference import Reference
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline import PACE
 
@@ -234,6 +235,46 @@ def test_step_hooks_fire_once_even_after_an_adamw():
     set_gradients([parameter], [torch.ones(1)])
     optimizer.step()
     assert fired == ["pre", "post"]
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_step_hooks_of_all_optimizers_fire_once(when):
+    """A hook that is the only one, of an optimizer or of all; and what it is given is what step() was."""
+    parameter, given = torch.ones(1).requires_grad_(), []
+    optimizer = PACE([parameter])
+    of_all = register_optimizer_step_pre_hook if when == "pre" else register_optimizer_step_post_hook
+    of_one = optimizer.register_step_pre_hook if when == "pre" else optimizer.register_step_post_hook
+    for register in (of_all, of_one):
+        handle = register(lambda *arguments: given.append(arguments))
+        set_gradients([parameter], [torch.ones(1)])
+        optimizer.step()
+        handle.remove()
+        assert given == [(optimizer, (optimizer,), {})]
+        given.clear()
+    optimizer.step()
+    assert given == [] and optimizer.state[parameter]["step"] == 3
+
+
+def test_step_hooks_fire_once_where_torch_wraps_step_after_all(monkeypatch):
+    """As a later torch might, that has another way to see that it need not."""
+    monkeypatch.setattr(PACE, "step", torch.optim.Optimizer.profile_hook_step(PACE.step))
+    parameter, fired = torch.ones(1).requires_grad_(), []
+    optimizer = PACE([parameter])
+    optimizer.register_step_post_hook(lambda *_: fired.append("post"))
+    set_gradients([parameter], [torch.ones(1)])
+    optimizer.step()
+    assert fired == ["post"]
+
+
+def test_a_profiler_sees_steps_under_torchs_name():
+    parameter = torch.ones(1).requires_grad_()
+    optimizer = PACE([parameter])
+    set_gradients([parameter], [torch.ones(1)])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        optimizer.step()
+        optimizer.step()
+    counts = {event.key: event.count for event in seen.key_averages()}
+    assert counts["Optimizer.step#PACE.step"] == 2
 
 
 def test_what_peers_call_is_there():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.optim import weights
+from paceline.optim.checks import warn
 from paceline.optim.loading import Format, Saved, admit
 from paceline.optim.sharded import same_values, sharded_like
 from paceline.optim.state import State, is_seeded, take_averages
@@ -225,10 +226,9 @@ class Averaging(Optimizer, ABC):
                 "step() inside averaged_weights: the parameters hold the average; step outside"
             )
         if self._notice_stale_load():
-            warnings.warn(
+            warn(
                 "the model was loaded after the optimizer, from a checkpoint of the average; this gradient "
-                "was taken at the average. Call optimizer.train() after loading, or load the model first",
-                stacklevel=5,
+                "was taken at the average. Call optimizer.train() after loading, or load the model first"
             )
         self._refuse_behind_outer()
         self._put_live_back()

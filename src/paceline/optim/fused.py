@@ -5,7 +5,6 @@ import sys
 from array import array
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from paceline.optim import chunking
 from paceline.optim.chunking import chunks, segments
-from paceline.optim.members import Members, is_plain
+from paceline.optim.members import Ages, Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
     NOT_PLAIN,
@@ -84,11 +83,13 @@ def fused_step_(
 ) -> None:
     """One step for all members, in place, whose counts are advanced already; `scale` and `factor` as in
     `pace_step_`. Where `skip`, () on the device, is not 0, nothing changes. `tell` gets what was done."""
-    counts = _counts(members, recipe.capturable)
-    for launch in _launches(members, counts):
+    ages = _ages(members, recipe.capturable)
+    for launch in _launches(members, ages):
         if launch.set_gradients(members.addresses):
             members.memo.setdefault("captured", []).append(launch)
-        told = launch.step_(counts[launch.places[0]], recipe, scale, factor, skip, tell is not None)
+        told = launch.step_(ages.at(launch.places[0]), recipe, scale, factor, skip, tell is not None)
+        # As before the step: whoever changes a moment in between only has them added up anew.
+        launch.added_up = members.changes_of_moments() if launch.leaves_sums(recipe) else None
         if tell is not None:
             tell.update(zip((members.parameters[i] for i in launch.places), told, strict=True))
 
@@ -96,7 +97,7 @@ def fused_step_(
 def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
     """As in sharded.py, of all members."""
     found = []
-    for launch in _launches(members, _counts(members, capturable)):
+    for launch in _launches(members, _ages(members, capturable)):
         if launch.set_gradients(members.addresses):
             members.memo.setdefault("captured", []).append(launch)
         found.append(launch.sums_of_gradients())
@@ -106,40 +107,38 @@ def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
 def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> Tensor | None:
     """The root of the sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None
     if none has stepped. () float32."""
-    counts = _counts(members, capturable)
+    ages = _ages(members, capturable)
     root: Tensor | None = None
-    for launch in _launches(members, counts):
-        count = counts[launch.places[0]]
+    for launch in _launches(members, ages):
+        count = ages.at(launch.places[0])
         if capturable or count > 0:
-            part = launch.root_of_mean(beta2, count, elements)
+            changes = None if capturable else members.changes_of_moments()
+            part = launch.root_of_mean(beta2, count, elements, changes)
             root = part if root is None else torch.hypot(root, part.to(root))
     return root
 
 
-def _counts(members: Members, capturable: bool) -> list[float]:
+def _ages(members: Members, capturable: bool) -> Ages:
     """How old each is; unknown to the host, and the same for all, if they are counted on the device."""
-    return [math.nan] * len(members.rests) if capturable else members.counts()
+    return Ages(math.nan, []) if capturable else members.ages()
 
 
-def _launches(members: Members, counts: list[float]) -> "list[_Launch]":
+def _launches(members: Members, ages: Ages) -> "list[_Launch]":
     """One for all tensors of a device, a precision and an age."""
-    first = counts[0]
-    same = math.isnan(first) or counts.count(first) == len(counts)
-    younger = [] if same else [first - count for count in counts]
-    if members.memo.get("younger") != younger:
+    if members.memo.get("younger") != ages.younger:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "take one step before you capture: with fused=True the first step, and the first after a "
                 "change of parameters or state, tells the device where they are"
             )
         alike: dict[object, list[int]] = {}
-        for i, (slot, count) in enumerate(zip(members.rests, counts, strict=True)):
+        for i, slot in enumerate(members.rests):
             if slot.live.numel():
                 live, dtypes = slot.live, (members.grads[i].dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
                 kind = live.device, live.dtype, *dtypes, _is_aligned(slot, members.states[i])
-                key = (*kind, None if same else count)
+                key = (*kind, ages.at(i) if ages.younger else None)
                 alike.setdefault(key, []).append(i)
-        members.memo["younger"] = younger
+        members.memo["younger"] = ages.younger
         members.memo["launches"] = [_Launch(members, places) for places in alike.values()]
     launches: list[_Launch] = members.memo["launches"]
     return launches
@@ -188,11 +187,8 @@ class _Launch:
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
         self._spares = list[Tensor]()
         self._captured = dict[tuple[int, ...], Tensor]()
-        self._second_moments = [slot.exp_avg_sq for slot in self._slots]
-        self._versions: list[int] | None = None
-        """Of the second moments that the sums are of; those of a step that added up none are of no use."""
-        self._found: list[int] | None = None
-        """Versions that this step has found."""
+        self.added_up: int | None = None
+        """What `changes_of_moments` was at the step that left the sums which are at hand; None: none did."""
         self._guard = torch.cuda.device(self._device if self._device.type == "cuda" else -1)
         self._on_host = any(slot.average.device != live.device for slot in self._slots)
         self._done: torch.cuda.Event | None = None
@@ -263,7 +259,6 @@ class _Launch:
         # step, which may be one that moves none, they begin as live.
         if self._stored != torch.float32 or tell or count == 1:
             averages = self._averages
-        sums = recipe.gain == "scaled" and recipe.pullback_strength != 0
         teller = Teller(self._device, self._sizes, self._block) if tell else None
         self._run(
             kernel.step,
@@ -280,18 +275,21 @@ class _Launch:
                 "ROUNDING": recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
                 "STORAGE": self._stored, "PULL": pull,
                 "LOOKAHEAD": recipe.gap == "lookahead" and pull != "none", "AVERAGES": averages,
-                "SUMS": self._parts if sums else 0, "TELL": tell,
+                "SUMS": self._parts if self.leaves_sums(recipe) else 0, "TELL": tell,
                 "FACTOR": isinstance(factor, Tensor) or factor != 1, "SKIP": skip is not None,
                 "ON_DEVICE": on_device, "ALIGNED": self._aligned, "GRAD_ALIGNED": self._grads_aligned,
                 "BLOCK": self._block,
             },
         )  # fmt: skip
-        # Those from before it are as good: whoever changes them in between only has them added up anew.
-        self._versions, self._found = (self._found or self._versions_now()) if sums else None, None
         if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
         return [] if teller is None else teller.told()
+
+    @staticmethod
+    def leaves_sums(recipe: Recipe) -> bool:
+        """Whether a step adds up second moments, for the next."""
+        return recipe.gain == "scaled" and recipe.pullback_strength != 0
 
     def _numbers_on_device(self, count: float, recipe: Recipe) -> tuple[Tensor, Tensor]:
         """As `step` of kernel.py takes them: a row for each tensor, and how old each is."""
@@ -326,14 +324,14 @@ class _Launch:
         self._run(squares, len(self._chunks), (self._table, self._grads, self._chunks, sums), constants)
         return sums.sum(1, dtype=torch.float64)
 
-    def root_of_mean(self, beta2: float, count: float, elements: int) -> Tensor:
+    def root_of_mean(self, beta2: float, count: float, elements: int, changes: int | None) -> Tensor:
         """The root of the sum of all v̂ over so many elements, without tensors that have a NaN or Inf: as the
-        last step, of that count, left v; of NaN, if they are counted on the device. () float32."""
+        last step, of that count, left v; of NaN, if they are counted on the device. Of sums that are at
+        hand it is known how many `changes` there were. () float32."""
         from paceline.optim.kernel_before import add_up, mean
 
         anew = math.isnan(count)
-        self._found = None if anew else self._versions_now()
-        if anew or self._versions is None or self._versions != self._found:
+        if anew or self.added_up is None or self.added_up != changes:
             constants = {"MOMENTS": self._moments, "SUMS": self._parts}
             constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
             self._run(add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
@@ -371,13 +369,6 @@ class _Launch:
             made = function[(programs,)](*arguments, **named, num_warps=warps, enable_fp_fusion=False)
             if made is not None:  # which an interpreter does not make
                 _compiled[key] = made
-
-    def _versions_now(self) -> list[int]:
-        """By which to see that nobody else changed a second moment; of the kernel torch does not know."""
-        return list(map(_version, self._second_moments))
-
-
-_version = attrgetter("_version")
 
 
 def _are_aligned(addresses: "array[int]") -> bool:

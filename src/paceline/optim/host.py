@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim.foreach import PLAIN, counted, move_averages_, summand
-from paceline.optim.members import Members, is_plain
+from paceline.optim.members import Ages, Members, is_plain
 from paceline.optim.onepass import lie_alike, seed_averages_
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_count, gain_limit
@@ -58,9 +58,9 @@ def fits(slot: Slot) -> bool:
 
 def host_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step for all members, in place, whose counts are advanced already; the rest as in `pace_step_`."""
-    counts = members.counts()
-    for part in _parts(members, counts):
-        at = at_count(counts[part.places[0]], recipe, float(scale))
+    ages = members.ages()
+    for part in _parts(members, ages):
+        at = at_count(ages.at(part.places[0]), recipe, float(scale))
         seed_averages_([members.rests[i] for i in part.places], at)
         pull = _pull_at(at, recipe, part.dtype) if at.pulling else None
         for block, least in zip(part.blocks, part.take_least(), strict=True):
@@ -92,11 +92,11 @@ def _move_(averages: list[Tensor], lives: list[Tensor], rate: float) -> None:
 def root_of_mean(members: Members, beta2: float, elements: int) -> float | None:
     """The root of the sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None
     if none has stepped."""
-    counts = members.counts()
-    stepped = [part for part in _parts(members, counts) if counts[part.places[0]] > 0]
+    ages = members.ages()
+    stepped = [part for part in _parts(members, ages) if ages.at(part.places[0]) > 0]
     energies = []
     for part in stepped:
-        correction = 1 - beta2 ** counts[part.places[0]]
+        correction = 1 - beta2 ** ages.at(part.places[0])
         energies += [total / correction for total in part.second_moments()]
     total = max(math.fsum(filter(math.isfinite, energies)), 0.0)
     return math.sqrt(total / elements) if stepped else None
@@ -150,14 +150,13 @@ def _cut_all(
     return [array.as_strided(size, (1,), array.storage_offset() + first) for array in there]
 
 
-def _parts(members: Members, counts: list[float]) -> "list[_Part]":
+def _parts(members: Members, ages: Ages) -> "list[_Part]":
     """Members of one age and precision each."""
-    younger = [counts[0] - count for count in counts]
-    if members.memo.get("younger") != younger:
+    if members.memo.get("younger") != ages.younger:
         alike: dict[object, list[int]] = {}
         for i, slot in enumerate(members.rests):
-            alike.setdefault((slot.live.dtype, counts[i]), []).append(i)
-        members.memo["younger"] = younger
+            alike.setdefault((slot.live.dtype, ages.at(i)), []).append(i)
+        members.memo["younger"] = ages.younger
         members.memo["parts"] = [_Part(members.rests, places) for places in alike.values()]
     found: list[_Part] = members.memo["parts"]
     return found

@@ -22,9 +22,12 @@ def load(address, first, offsets, count, OF: tl.constexpr, ALIGNED: tl.constexpr
     start = address.to(tl.pointer_type(OF)) + first
     if ALIGNED:
         start = tl.multiple_of(start, 16)
+    # All of it is read once and most is written right after, yet to keep it longest in the second cache takes
+    # 2 % less of a step on an H200 than to say nothing, and to drop it first 2 % more.
     if MASKED:
-        return tl.load(start + offsets, mask=offsets < count - first, other=0).to(tl.float32)
-    return tl.load(start + offsets).to(tl.float32)
+        inside = offsets < count - first
+        return tl.load(start + offsets, mask=inside, other=0, eviction_policy="evict_last").to(tl.float32)
+    return tl.load(start + offsets, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ static struct {
     PyObject *(*wrap)(Handle);                /* the Python tensor of a handle; None of one without a tensor */
     Handle (*grad)(void *);                   /* of the tensor itself, to which a handle points; borrowed */
     _Bool (*is_neg)(Handle);
+    int64_t (*version)(Handle); /* how often torch has changed it; those of inference mode have none */
 } torch;
 
 static Handle nothing, visitor; /* without a tensor; of the tensor that is looked at */
@@ -42,7 +43,21 @@ static Handle visit(PyObject *tensor) { return torch.load(visitor, tensor, 0) ? 
 
 static void leave(void) { torch.assign(nothing, visitor); }
 
-static Handle grad_of(Handle tensor) { return torch.grad(*(void **)tensor); }
+/* The tensor itself. */
+static void *tensor_of(Handle handle) { return *(void **)handle; }
+
+static Handle grad_of(Handle tensor) { return torch.grad(tensor_of(tensor)); }
+
+/* Tensors are spread over more memory than the nearest cache holds, and a good part of a look is to wait for
+ * it. So it is asked for some tensors ahead. There may be nothing any more: to ask for it does no harm. */
+enum { AHEAD = 8 };
+
+static void fetch(const char *tensor)
+{
+    __builtin_prefetch(tensor);
+    __builtin_prefetch(tensor + 64);
+    __builtin_prefetch(tensor + 128);
+}
 
 /* --- What a tensor is and how it lies ------------------------------------------------------------------- */
 
@@ -91,6 +106,8 @@ typedef struct {
      * may hang an optimizer on a parameter, and Python could not see that they keep each other alive. */
     Handle *handles;
     void **kept_at;
+    char *watched;               /* whether their versions are asked for */
+    void **seen, **grads_seen;   /* tensors themselves, as they were at the last look: for `fetch` alone */
     Py_ssize_t states;
     uint64_t *versions; /* of the dictionaries that they are entries of, when they were last walked through */
 } Memory;
@@ -110,6 +127,9 @@ static void forget(Memory *memory)
     PyMem_Free(memory->at);
     PyMem_Free(memory->handles);
     PyMem_Free(memory->kept_at);
+    PyMem_Free(memory->watched);
+    PyMem_Free(memory->seen);
+    PyMem_Free(memory->grads_seen);
     PyMem_Free(memory->versions);
     PyMem_Free(memory);
 }
@@ -133,7 +153,7 @@ static int keep_kind(Handle tensor, PyObject *object, Kind *kept)
     return 1;
 }
 
-static int keep_all(Memory *memory, PyObject *parameters, PyObject *grads, PyObject *entries)
+static int keep_all(Memory *memory, PyObject *parameters, PyObject *grads, PyObject *entries, PyObject *watched)
 {
     for (Py_ssize_t i = 0; i < memory->parameters; i++) {
         PyObject *parameter = PyList_GET_ITEM(parameters, i), *grad = PyList_GET_ITEM(grads, i);
@@ -148,18 +168,21 @@ static int keep_all(Memory *memory, PyObject *parameters, PyObject *grads, PyObj
         if (!is_plain(entry) || torch.new_handle(&memory->handles[i])) return 0;
         if (!torch.load(memory->handles[i], entry, 0)) return 0;
         if (torch.data_ptr(memory->handles[i], &memory->kept_at[i])) return 0;
+        memory->watched[i] = PyList_GET_ITEM(watched, i) == Py_True;
     }
     return 1;
 }
 
-/* remember(parameters, grads, states, entries): all lists. None if not all tensors of them are plain. */
+/* remember(parameters, grads, states, entries, watched): all lists, the last of True and False for each entry.
+ * None if not all tensors of them are plain. */
 static PyObject *remember(PyObject *self, PyObject *const *lists, Py_ssize_t count)
 {
     (void)self;
     for (Py_ssize_t i = 0; i < count; i++)
         if (!PyList_Check(lists[i])) count = 0;
-    if (count != 4 || PyList_GET_SIZE(lists[0]) != PyList_GET_SIZE(lists[1]))
-        return PyErr_Format(PyExc_TypeError, "remember takes four lists");
+    if (count != 5 || PyList_GET_SIZE(lists[0]) != PyList_GET_SIZE(lists[1]) ||
+        PyList_GET_SIZE(lists[3]) != PyList_GET_SIZE(lists[4]))
+        return PyErr_Format(PyExc_TypeError, "remember takes five lists");
     Memory *memory = PyMem_Calloc(1, sizeof(Memory));
     if (!memory) return PyErr_NoMemory();
     size_t parameters = (size_t)PyList_GET_SIZE(lists[0]), states = (size_t)PyList_GET_SIZE(lists[2]);
@@ -170,11 +193,15 @@ static PyObject *remember(PyObject *self, PyObject *const *lists, Py_ssize_t cou
     memory->own = PyMem_Calloc(parameters + 1, sizeof(Kind));
     memory->grads = PyMem_Calloc(parameters + 1, sizeof(Kind));
     memory->at = PyMem_Calloc(parameters + 1, sizeof(void *));
+    memory->seen = PyMem_Calloc(parameters + 1, sizeof(void *));
+    memory->grads_seen = PyMem_Calloc(parameters + 1, sizeof(void *));
     memory->handles = PyMem_Calloc(kept + 1, sizeof(Handle));
     memory->kept_at = PyMem_Calloc(kept + 1, sizeof(void *));
+    memory->watched = PyMem_Calloc(kept + 1, 1);
     memory->versions = PyMem_Calloc(states + 1, sizeof(uint64_t));
-    int done = memory->own && memory->grads && memory->at && memory->handles && memory->kept_at &&
-               memory->versions && keep_all(memory, lists[0], lists[1], lists[3]);
+    int done = memory->own && memory->grads && memory->at && memory->seen && memory->grads_seen &&
+               memory->handles && memory->kept_at && memory->watched && memory->versions &&
+               keep_all(memory, lists[0], lists[1], lists[3], lists[4]);
     leave();
     PyObject *capsule = done ? PyCapsule_New(memory, NAME, forget_capsule) : NULL;
     if (!capsule) forget(memory);
@@ -228,12 +255,17 @@ static int have_entries(Memory *memory, PyObject *states, PyObject *entries)
     return seen == memory->kept;
 }
 
-/* Whether they are where they were. */
-static int are_there(const Memory *memory)
+/* Whether they are where they were; and how often those that are watched were changed, all together. */
+static int are_there(const Memory *memory, int64_t *changes)
 {
+    *changes = 0;
     for (Py_ssize_t i = 0; i < memory->kept; i++) {
+        Handle handle = memory->handles[i], later = i + AHEAD < memory->kept ? memory->handles[i + AHEAD] : NULL;
         void *at;
-        if (memory->handles[i] && (torch.data_ptr(memory->handles[i], &at) || at != memory->kept_at[i])) return 0;
+        if (later) fetch(tensor_of(later));
+        if (!handle) continue;
+        if (torch.data_ptr(handle, &at) || at != memory->kept_at[i]) return 0;
+        if (memory->watched[i]) *changes += torch.version(handle);
     }
     return 1;
 }
@@ -246,6 +278,8 @@ static PyObject *grad_as_before(const Memory *memory, Py_ssize_t i, PyObject *pa
         torch.data_ptr(visitor, &at) || at != memory->at[i])
         return NULL;
     Handle grad = grad_of(visitor);
+    memory->seen[i] = tensor_of(visitor);
+    memory->grads_seen[i] = tensor_of(grad);
     PyObject *wrapped = torch.wrap(grad);
     if (!wrapped) return NULL;
     const Kind *kind = &memory->grads[i];
@@ -278,8 +312,9 @@ static PyObject *look(Memory *memory, PyObject *const *lists, int64_t *addresses
 {
     PyObject *params = lists[0], *params_before = lists[1], *parameters = lists[2], *idle = lists[3];
     PyObject *states = lists[4], *entries = lists[5];
+    int64_t changes;
     if (PyList_GET_SIZE(parameters) != memory->parameters || PyList_GET_SIZE(entries) != memory->kept ||
-        !are_same(params, params_before) || !have_entries(memory, states, entries) || !are_there(memory) ||
+        !are_same(params, params_before) || !have_entries(memory, states, entries) || !are_there(memory, &changes) ||
         !are_idle(idle))
         return NULL;
     PyObject *grads = PyList_New(memory->parameters);
@@ -287,6 +322,10 @@ static PyObject *look(Memory *memory, PyObject *const *lists, int64_t *addresses
     int moved = 0;
     for (Py_ssize_t i = 0; i < memory->parameters; i++) {
         void *at;
+        if (i + AHEAD < memory->parameters) {
+            fetch(memory->seen[i + AHEAD]);
+            fetch(memory->grads_seen[i + AHEAD]);
+        }
         PyObject *grad = grad_as_before(memory, i, PyList_GET_ITEM(parameters, i), &at);
         if (!grad) {
             Py_DECREF(grads);
@@ -296,12 +335,13 @@ static PyObject *look(Memory *memory, PyObject *const *lists, int64_t *addresses
         moved |= addresses[i] != (int64_t)(intptr_t)at;
         addresses[i] = (int64_t)(intptr_t)at;
     }
-    return Py_BuildValue("(NO)", grads, moved ? Py_True : Py_False);
+    return Py_BuildValue("(NOL)", grads, moved ? Py_True : Py_False, (long long)changes);
 }
 
 /* again(memory, params, params before, parameters, idle, states, entries, addresses): the gradients of the
- * parameters, and whether one is elsewhere than `addresses` says, into which their addresses are written.
- * None if anything is not as it was. */
+ * parameters, whether one is elsewhere than `addresses` says, into which their addresses are written, and the
+ * sum of the versions of entries that are watched, which grows if any of them is changed. None if anything is
+ * not as it was. */
 static PyObject *again(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
 {
     (void)self;

@@ -34,8 +34,9 @@ SYMBOLS = (
     "_Z16THPVariable_WrapRKN2at10TensorBaseE",  # and back
     "_ZNK3c1010TensorImpl4gradEv",  # const at::Tensor &TensorImpl::grad() const
     "_ZN2at6native6is_negERKNS_6TensorE",
+    "_ZNK2at10TensorBase8_versionEv",
 )
-"""Functions of torch: of its C interface, and four that have no other name than that of C++. A later torch
+"""Functions of torch: of its C interface, and five that have no other name than that of C++. A later torch
 may have them under the same name and otherwise, for which there is `_trial`."""
 
 
@@ -92,7 +93,7 @@ def try_out(module: Any) -> None:
     states = [{"a": torch.ones(2), "b": torch.ones(3)} for _ in parameters]
     entries = [entry for state in states for entry in state.values()]
     grads = [torch.ones_like(parameter.detach()) for parameter in parameters]
-    memory = module.remember(parameters, grads, states, entries)
+    memory = module.remember(parameters, grads, states, entries, [False, True] * len(parameters))
     addresses = array("q", bytes(8 * len(parameters)))
 
     def again() -> Any:
@@ -109,7 +110,7 @@ def try_out(module: Any) -> None:
             parameter.grad = None if backward else grad
         if backward:  # tensors that Python has not seen yet
             torch.autograd.backward([parameter.sum() for parameter in parameters])
-        found, moved = again()
+        found, moved, _ = again()
         held = [parameter.grad for parameter in parameters]
         expect(moved and all(map(lambda a, b: a is b, found, held)))
         expect(addresses.tolist() == [grad.data_ptr() for grad in held if grad is not None])
@@ -132,4 +133,9 @@ def try_out(module: Any) -> None:
         expect(again() is None)
         changed.data = before
         expect(again() is not None)
+    changes = again()[2]
+    entries[0].add_(1)
+    expect(again()[2] == changes)
+    entries[3].add_(1)
+    expect(again()[2] > changes)
     expect(module.same(states[0], entries[:2]) and not module.same(states[0], entries[1:3]))

@@ -11,14 +11,13 @@ import os
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.optim.building import built
-from paceline.optim.members import Members, is_plain
+from paceline.optim.members import Ages, Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
     NOT_PLAIN,
@@ -105,43 +104,41 @@ def missing() -> str | None:
 
 def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step for all members, in place, whose counts are advanced already; the rest as in `pace_step_`."""
-    counts = members.counts()
-    for arrays in _alike(members, counts):
+    ages = members.ages()
+    for arrays in _alike(members, ages):
         arrays.set_gradients(members.addresses)
-        at = at_count(counts[arrays.places[0]], recipe, float(scale))
+        at = at_count(ages.at(arrays.places[0]), recipe, float(scale))
         seed_averages_(arrays.slots, at)
         scalars = _Scalars(*numbers_of(at, recipe, float(at.scale), float(factor)))
         averages = averages_that_move(arrays.slots, at)
         pull = _PULLS[recipe.gain] if at.pulling else 0
         lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
         arrays.call(_library().paceline_step, ctypes.byref(scalars), pull, lookahead, averages)
-        # Those from before it are as good: whoever changes them in between only has them added up anew.
-        arrays.added_up, arrays.found = arrays.found if pull == _PULLS["scaled"] else None, None
+        # What it was before is as good: whoever changes a moment in between only has them added up anew.
+        arrays.added_up = members.changes_of_moments() if pull == _PULLS["scaled"] else None
 
 
 def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> float | None:
     """The root of the sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None
     if none has stepped."""
-    counts = members.counts()
-    stepped = [arrays for arrays in _alike(members, counts) if counts[arrays.places[0]] > 0]
+    ages = members.ages()
+    stepped = [arrays for arrays in _alike(members, ages) if ages.at(arrays.places[0]) > 0]
     if not stepped:
         return None
     parts = []
     for arrays in stepped:
-        correction = 1 - beta2 ** counts[arrays.places[0]]
-        parts += [total / correction for total in arrays.second_moments()]
+        correction = 1 - beta2 ** ages.at(arrays.places[0])
+        parts += [total / correction for total in arrays.second_moments(members.changes_of_moments())]
     return math.sqrt(max(math.fsum(filter(math.isfinite, parts)), 0.0) / elements)
 
 
-def _alike(members: Members, counts: list[float]) -> "list[_Arrays]":
+def _alike(members: Members, ages: Ages) -> "list[_Arrays]":
     """The arrays of members of one age each."""
-    same = counts.count(counts[0]) == len(counts)
-    younger = [] if same else [counts[0] - count for count in counts]
-    if members.memo.get("younger") != younger:
+    if members.memo.get("younger") != ages.younger:
         places: dict[float, list[int]] = {}
-        for i, count in enumerate(counts):
-            places.setdefault(count, []).append(i)
-        members.memo["younger"] = younger
+        for i in range(len(members.rests)):
+            places.setdefault(ages.at(i), []).append(i)
+        members.memo["younger"] = ages.younger
         members.memo["arrays"] = [_Arrays(members.rests, own) for own in places.values()]
     found: list[_Arrays] = members.memo["arrays"]
     return found
@@ -154,11 +151,8 @@ class _Arrays:
         self.places = places
         """Which of the members they are."""
         self.slots = [rests[i] for i in places]
-        self.added_up: list[int] | None = None
-        """Versions of the second moments whose sums are at hand."""
-        self.found: list[int] | None = None
-        """Versions that this step has found, if anything asked for sums."""
-        self._second_moments = [slot.exp_avg_sq for slot in self.slots]
+        self.added_up: int | None = None
+        """What `changes_of_moments` was at the step that left the sums which are at hand."""
         self._tensors = array("q", [number for slot in self.slots for number in row_of(slot)])
         elements = self._tensors[6::7]
         self._count, self._elements = len(places), sum(elements)
@@ -169,16 +163,11 @@ class _Arrays:
         whole = len(addresses) == len(self.places)
         self._tensors[1::7] = addresses if whole else array("q", [addresses[i] for i in self.places])
 
-    def versions(self) -> list[int]:
-        """By which to see that nobody else changed a second moment; of native.c torch does not know."""
-        return list(map(_version, self._second_moments))
-
-    def second_moments(self) -> list[float]:
-        """The sum of each: as the last step found it, or anew, to the same bits."""
-        self.found = self.versions()
-        if self.added_up is None or self.added_up != self.found:
+    def second_moments(self, changes: int) -> list[float]:
+        """The sum of each: as the last step left it or, after changes, anew, to the same bits."""
+        if self.added_up != changes:
             self.call(_library().paceline_sums)
-            self.added_up = self.found
+            self.added_up = changes
         return self.totals()
 
     def call(self, function: Any, *more: object) -> None:
@@ -203,9 +192,6 @@ class _Arrays:
         (tensors, _), (sums, _) = self._tensors.buffer_info(), self._sums.buffer_info()
         _library().paceline_totals(tensors, self._count, sums, found.buffer_info()[0])
         return found.tolist()
-
-
-_version = attrgetter("_version")
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import warnings
 from collections import deque
 from numbers import Integral
 from types import TracebackType
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from paceline.optim.checks import require
+from paceline.optim.checks import require, warn
 from paceline.optim.measures import (
     Before,
     Slope,
@@ -247,10 +246,9 @@ class _Alarm:
             self._gaps.append(gap)
 
     def _warn(self, t: int, gap: float, median: float) -> None:
-        warnings.warn(
+        warn(
             f"at step {t} the live weights were {gap:.3g} (RMS) away from their average, more than "
             f"{self.ratio:g} times the median of the last {len(self._gaps)} readings, {median:.3g}: the run "
             "may be diverging. Lower the learning rate, and check for a flipped sign in the loss or the "
-            "gradients",
-            stacklevel=7,
+            "gradients"
         )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from numbers import Integral
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -40,8 +41,13 @@ class Recipe:
     def of(group: dict[str, Any]) -> "Recipe":
         return Recipe(**{name: group[name] for name in _NAMES if name in group})
 
+    def is_still(self, group: dict[str, Any]) -> bool:
+        """Whether this is the recipe of a group that has all settings, each the very same object."""
+        return all(map(is_, _SETTINGS_OF(group), _VALUES_OF(self)))
+
 
 _NAMES = tuple(field.name for field in fields(Recipe))
+_SETTINGS_OF, _VALUES_OF = itemgetter(*_NAMES), attrgetter(*_NAMES)
 
 
 USUAL: dict[str, dict[str, float | None]] = {

@@ -1,6 +1,5 @@
 """What a step has to do for one parameter group; whatever can be refused is refused here, before it."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_supported_devices
 
 from paceline.optim import fused, host, native, packing
+from paceline.optim.checks import warn
 from paceline.optim.foreach import PLAIN, chunks, foreach_step_
 from paceline.optim.members import Fit, Fits, Members, States, count_together
 from paceline.optim.moments import ask_scale
@@ -209,9 +209,7 @@ def missing(kind: str) -> str | None:
     return ONE_PASS[kind].missing() if kind in ONE_PASS else "is not there: only on a CPU or a GPU with CUDA"
 
 
-@cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=8)  # whoever calls step(), past torch's two wrappers
+_warn_once = cache(warn)
 
 
 def path_name(group: dict[str, Any]) -> str:
