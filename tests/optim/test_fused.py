@@ -650,17 +650,19 @@ for of, stored, rounding, wide in (
     settings = {"OF": of, "GRAD": of, "STORAGE": stored, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2}
     settings |= {"SUMS": 1, "TELL": False, "ON_DEVICE": False, "ALIGNED": True, "GRAD_ALIGNED": True}
     settings |= {"MOMENTS": tl.float32 if rounding == "master" else of, "MOMENTUM": True}
-    settings |= {"ROUNDING": rounding, "BLOCK": 1024, "FACTOR": True, "SKIP": True}
+    settings |= {"ROUNDING": rounding, "KEPT": "", "BLOCK": 1024, "FACTOR": True, "SKIP": True}
     types = dict.fromkeys(names, "fp32") | dict.fromkeys(("table", "grads", "chunks"), "*i64")
     pointers = dict.fromkeys(("factor", "skip", "sums", "numbers", "told", "sample"), "*fp32")
     types |= pointers | {"scale": "*fp32", "ages": "*i64", "picked": "*i64", "t": "i64"}
     types |= dict.fromkeys(settings, "constexpr")
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    for tell in (True, False):
-        settings["TELL"] = tell
+    for tell, kept in ((True, ""), (False, "evict_last"), (False, "")):
+        settings |= {"TELL": tell, "KEPT": kept}
         source = ASTSource(kernel.step, types, {(names.index(k),): v for k, v in settings.items()})
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert len(re.findall(r"ld\\.global\\.v4\\.b32", code)) == wide, code
+        said = r"\\.L1::evict_last(\\.L2::cache_hint)?" if kept else ""
+        if not tell:
+            assert len(re.findall(rf"ld\\.global{said}\\.v4\\.b32", code)) == wide, code
 
 types = {"sums": "*fp32", "segments": "*i64", "found": "*fp64", "done": "*i32", "starts": "*i64"}
 types |= {"result": "*fp32", "counts": "*i64", "lr_at": "*fp32", "table": "*fp32", "ages": "*i64"}

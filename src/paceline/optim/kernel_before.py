@@ -16,7 +16,7 @@ def add_up(
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     row, offsets = table + tensor * COLUMNS, tl.arange(0, BLOCK)
     count = tl.load(row + 5)
-    v = load(tl.load(row + 2), first, offsets, count, MOMENTS, ALIGNED, True)
+    v = load(tl.load(row + 2), first, offsets, count, MOMENTS, ALIGNED, True, "")
     store_sums(sums + program * SUMS, v, first, offsets, count, MOMENTS, True, SUMS, BLOCK)
 
 
@@ -28,9 +28,9 @@ def squares(table, grads, chunks, sums, GRAD: tl.constexpr, ALIGNED: tl.constexp
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     offsets, count = tl.arange(0, BLOCK), tl.load(table + tensor * COLUMNS + 5)
     if first + BLOCK <= count:
-        grad = load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, False)
+        grad = load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, False, "")
     else:
-        grad = load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, True)
+        grad = load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, True, "")
     tl.store(sums + program, tl.sum(grad * grad))
     tl.store(sums + tl.num_programs(0) + program, tl.sum(grad * 0.0))
 
