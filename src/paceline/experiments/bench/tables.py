@@ -14,7 +14,7 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 Runs = dict[tuple[str, float], list[Mapping[str, float]]]
 
 STORAGES = ("float32", "bfloat16", "int8")
-STEPS = {"H200": "2026-11-17-step-h200", "CPU": "2026-11-17-step-cpu", "small": "2026-11-17-step-small-h200"}
+STEPS = {"H200": "2026-11-18-step-h200", "CPU": "2026-11-18-step-cpu", "small": "2026-11-18-step-small-h200"}
 """Records of `paceline bench`."""
 
 
@@ -74,10 +74,10 @@ def in_short(folder: Path) -> str:
 
 
 _TIMED = {
-    "18M, two ARM cores": ("CPU", "gpt-18m", "ratio"),
+    "18M, two x86 cores": ("CPU", "gpt-18m", "ratio"),
     "GPT-2's 124M, H200": ("H200", "gpt2", "ratio"),
     "a Llama's 1.7B, H200": ("H200", "llama-1.7b", "ratio"),
-    "320 × 1,000, two ARM cores": ("CPU", "small", "ratio"),
+    "320 × 1,000, two x86 cores": ("CPU", "small", "ratio"),
     "320 × 1,000, H200, wall": ("small", "small", "wall_ratio"),
 }
 """Columns: of which record, what is stepped, and which number."""

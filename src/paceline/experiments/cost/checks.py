@@ -19,7 +19,7 @@ from paceline.experiments.cost.speed import computing, optimizer_seconds
 from paceline.experiments.cost.training import Training
 from paceline.experiments.pages import markdown
 
-STEP = "2026-11-17-step-h200.json"
+STEP = "2026-11-18-step-h200.json"
 SHARE = "2026-11-16-share-h200.json"
 TRAINING = "2026-11-15-training-h200.json"
 COST = "2026-11-16-cost-h200.json"

@@ -8,7 +8,7 @@ from paceline.lm.shapes import PEAK
 
 COPYING = 4.265e12 / 4.8e12
 """Share of the stated bandwidth that copying a large tensor reaches, reads and writes counted: 4.27 of 4.8
-TB/s on an H200 (records/2026-11-17-step-h200.json). Taken for the others too, where nothing was measured."""
+TB/s on an H200 (records/2026-11-18-step-h200.json). Taken for the others too, where nothing was measured."""
 
 PRODUCTS = 0.70
 """Share of the stated operations that large matrix products reach. Fitted to forward
