@@ -105,7 +105,7 @@ def cost(training: Training) -> Cost:
     >>> found = cost(Training(shape=named("gpt2"), hardware=HARDWARE["h200"], optimizer=PRESETS["pace"],
     ...     micro_batch=16))
     >>> round(1e3 * found.step_seconds, 1), round(found.memory.total / 1e9, 1), found.fits
-    (35.1, 10.0, True)
+    (35.0, 10.0, True)
     """
     compute = training.accumulate * micro_batch_seconds(training)
     optimizer, spoken = optimizer_seconds(training), communication(training)
