@@ -322,6 +322,17 @@ def test_sums_of_second_moments_are_of_the_moments_as_they_are(change):
     assert_same_bits(*with_and_without_memory(change, [(10, 10), (200,), (5,)], DEVICE))
 
 
+def test_what_is_kept_in_cache_changes_no_bit(monkeypatch):
+    ended = []
+    for large in (0, 2**40):
+        monkeypatch.setattr(fused, "LARGE", large)
+        parameters, steps = parameters_of(shapes=[(40, 40), (5,)]), gradients_of(4, [(40, 40), (5,)])
+        optimizer = PACE(parameters, lr=1e-2, fused=True, average_dtype="int8")
+        advance(optimizer, parameters, steps)
+        ended.append(everything(optimizer))
+    assert_same_bits(*ended)
+
+
 @pytest.mark.parametrize(
     "bad, counted", [(None, "host"), (torch.nan, "host"), (None, "device"), (torch.inf, "device")]
 )
