@@ -1,7 +1,9 @@
 """The default path on a CPU: torch's fused AdamW steps and, where no gain is at its limit, pulls too."""
 
+import contextlib
 import gc
 import math
+import threading
 
 import pytest
 import torch
@@ -267,3 +269,28 @@ def test_temporary_memory(fewest, blocks, settings, monkeypatch):
     gc.collect()
     peak, block = peak_bytes(optimizer.step), 4 * 2**14
     assert peak <= blocks * block + 8192, f"{peak / block:.2f} blocks"
+
+
+@pytest.mark.parametrize(
+    "around", [lambda: torch.device("meta"), torch.inference_mode], ids=["device", "mode"]
+)
+def test_buffers_are_as_good_later_wherever_they_were_first_asked_for(around, monkeypatch):
+    monkeypatch.setattr(host, "FEWEST", 1)
+    monkeypatch.setattr(host, "_OF_THREAD", threading.local())
+    ours, theirs, steps = *(make_parameters(dtype=torch.float32) for _ in range(2)), make_gradients(4)
+    optimizer, twin = PACE(ours), PACE(theirs)
+    advance(twin, theirs, steps)
+    for i, gradients in enumerate(steps):
+        with around() if i == 0 else contextlib.nullcontext():
+            advance(optimizer, ours, [gradients])
+    assert_same_bits(everything(twin), everything(optimizer))
+
+
+def test_all_groups_share_two_buffers(monkeypatch):
+    kept = threading.local()
+    monkeypatch.setattr(host, "_OF_THREAD", kept)
+    monkeypatch.setattr(host, "FEWEST", 1)
+    parameters = make_parameters(dtype=torch.float32, shapes=[(30, 7)] * 5)
+    optimizer = PACE([{"params": [parameter]} for parameter in parameters])
+    advance(optimizer, parameters, make_gradients(2, shapes=[(30, 7)] * 5))
+    assert [tuple(pair.shape) for pair in vars(kept).values()] == [(2, host.BLOCK)]

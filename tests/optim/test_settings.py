@@ -1,5 +1,6 @@
 """What is refused, in whose words; what schedules, groups and closures do."""
 
+import functools
 import math
 import warnings
 
@@ -255,9 +256,27 @@ def test_step_hooks_of_all_optimizers_fire_once(when):
     assert given == [] and optimizer.state[parameter]["step"] == 3
 
 
-def test_step_hooks_fire_once_where_torch_wraps_step_after_all(monkeypatch):
-    """As a later torch might, that has another way to see that it need not."""
-    monkeypatch.setattr(PACE, "step", torch.optim.Optimizer.profile_hook_step(PACE.step))
+def timed(step):
+    """As a tool does it that measures all steps."""
+
+    @functools.wraps(step)
+    def wrapped(*arguments, **named):
+        return step(*arguments, **named)
+
+    return wrapped
+
+
+def plainly_timed(step):
+    return lambda *arguments, **named: step(*arguments, **named)
+
+
+by_torch = torch.optim.Optimizer.profile_hook_step
+
+
+@pytest.mark.parametrize("wrap", [by_torch, timed, plainly_timed, lambda step: timed(by_torch(timed(step)))])
+def test_step_hooks_fire_once_whoever_wraps_step(wrap, monkeypatch):
+    """Also torch, as a later one might, that has another way to see that it need not."""
+    monkeypatch.setattr(PACE, "step", wrap(PACE.step))
     parameter, fired = torch.ones(1).requires_grad_(), []
     optimizer = PACE([parameter])
     optimizer.register_step_post_hook(lambda *_: fired.append("post"))

@@ -15,6 +15,7 @@ Equal to `pace_step_` to a few units in the last place, on weights and state.
 """
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, groupby
@@ -64,7 +65,7 @@ def host_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Sc
         seed_averages_([members.rests[i] for i in part.places], at)
         pull = _pull_at(at, recipe, part.dtype) if at.pulling else None
         for block, least in zip(part.blocks, part.take_least(), strict=True):
-            own = block.with_gradients(members.grads)
+            own = block.at_step(members.grads)
             if pull is None:
                 _adamw_(own, own.exp_avgs, recipe, factor)
             elif _is_below_limit(least(), pull, recipe):
@@ -116,38 +117,52 @@ class _Block(NamedTuple):
     exp_avg_sqs: list[Tensor]
     averages: list[Tensor]
     returned: list[Tensor]  # none, if there is only one average
-    buffers: tuple[Tensor, Tensor] | None  # of a part's size; small tensors have none
+    length: int  # elements of a part; 0: small tensors, all of them
     grads: list[Tensor]  # of this step
+    buffers: tuple[Tensor, Tensor] | None  # of a part's size, for this step; small tensors have none
 
     @staticmethod
-    def of(slots: list[Slot], places: list[int], first: int, buffers: Tensor | None) -> "_Block":
-        """Of members at these places; a part as long as its buffers are."""
+    def of(slots: list[Slot], places: list[int], first: int = 0, length: int = 0) -> "_Block":
+        """Of members at these places; so many elements of one, or all of several."""
         own = [slots[i] for i in places]
-        pair = None if buffers is None else (buffers[0], buffers[1])
-        lives, _, *state = (_cut_all(column, first, pair) for column in list(zip(*own))[:6])
+        lives, _, *state = (_cut_all(column, first, length) for column in list(zip(*own))[:6])
         exp_avgs, exp_avg_sqs, averages, returned = state
         step = own[0].step
-        return _Block(places, step, first, lives, exp_avgs, exp_avg_sqs, averages, returned, pair, [])
+        return _Block(places, step, first, lives, exp_avgs, exp_avg_sqs, averages, returned, length, [], None)
 
-    def with_gradients(self, grads: list[Tensor]) -> "_Block":
-        """Those of all members."""
-        return self._replace(grads=_cut_all([grads[i] for i in self.places], self.first, self.buffers))
+    def at_step(self, grads: list[Tensor]) -> "_Block":
+        """With the gradients of all members at a step, and with buffers."""
+        own = _cut_all([grads[i] for i in self.places], self.first, self.length)
+        return self._replace(grads=own, buffers=_buffers(self.lives[0].dtype, self.length))
 
     def least(self) -> float:
         """Of the second moments of a part; of small tensors 0, as nobody looked."""
-        return 0.0 if self.buffers is None else self.exp_avg_sqs[0].amin().item()
+        return self.exp_avg_sqs[0].amin().item() if self.length else 0.0
 
 
-def _cut_all(
-    arrays: Sequence[Tensor | None], first: int, buffers: tuple[Tensor, Tensor] | None
-) -> list[Tensor]:
-    """Elements of tensors without gaps, in the order in which they lie there: as many as buffers have, or all
-    if there are none. What is None is left out."""
+def _cut_all(arrays: Sequence[Tensor | None], first: int, count: int) -> list[Tensor]:
+    """So many elements of tensors without gaps, in the order in which they lie there, or all if that is 0; of
+    None, nothing."""
     there = [array for array in arrays if array is not None]
-    if buffers is None:
+    if not count:
         return there
-    size = (len(buffers[0]),)
-    return [array.as_strided(size, (1,), array.storage_offset() + first) for array in there]
+    return [array.as_strided((count,), (1,), array.storage_offset() + first) for array in there]
+
+
+_OF_THREAD = threading.local()
+
+
+def _buffers(dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor] | None:
+    """Two of so many elements, the same for all of a thread: after a block nobody needs what is in them."""
+    if not count:
+        return None
+    kept: dict[str, Tensor] = _OF_THREAD.__dict__
+    key = f"{dtype}, {BLOCK}"
+    if key not in kept:
+        with torch.inference_mode(False):  # else no later step could write to them
+            kept[key] = torch.empty(2, BLOCK, dtype=dtype, device="cpu")
+    pair = kept[key]
+    return pair[0, :count], pair[1, :count]
 
 
 def _parts(members: Members, ages: Ages) -> "list[_Part]":
@@ -172,13 +187,11 @@ class _Part:
         small = [i for i in places if sizes[i] < FEWEST]
         ends = accumulate(sizes[i] for i in small)
         gathered = groupby(zip(small, ends, strict=True), lambda pair: pair[1] // BLOCK)
-        self.blocks = [_Block.of(slots, [i for i, _ in own], 0, None) for _, own in gathered]
-        buffers = torch.empty(2, min(BLOCK, max((sizes[i] for i in large), default=0)), dtype=self.dtype)
+        self.blocks = [_Block.of(slots, [i for i, _ in own]) for _, own in gathered]
         for i in large:
             length = math.ceil(sizes[i] / math.ceil(sizes[i] / BLOCK))  # none much shorter than others
             for first in range(0, sizes[i], length):
-                own = buffers[:, : min(length, sizes[i] - first)]
-                self.blocks.append(_Block.of(slots, [i], first, own))
+                self.blocks.append(_Block.of(slots, [i], first, min(length, sizes[i] - first)))
         self._least: list[float] = []
 
     def second_moments(self) -> list[float]:

@@ -356,13 +356,12 @@ class PACE(Averaging):
 
 # Torch wraps the `step` of every optimizer, to call hooks and to name it to a profiler. With neither, that
 # takes a fifth of a step of 320 small tensors, so that here it is only done where there is one.
-_OWN_STEP = PACE.step
-_OWN_STEP.hooked = True  # type: ignore[attr-defined]  # by which torch sees that it need not
-_watched_step = Optimizer.profile_hook_step(PACE._step)
+PACE.step.hooked = True  # type: ignore[attr-defined]  # by which torch sees that it need not
+_watched_step: Any = Optimizer.profile_hook_step(PACE._step)
 
 
 def _is_watched(optimizer: PACE) -> bool:
-    """Whether a step has hooks to call, or a profiler looks on, and torch has not wrapped it after all."""
+    """Whether a step has hooks to call, or a profiler looks on, and torch does not see to them after all."""
     watched = (
         profiler._is_profiler_enabled
         or optimizer._optimizer_step_pre_hooks
@@ -370,4 +369,11 @@ def _is_watched(optimizer: PACE) -> bool:
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
     )
-    return bool(watched) and type(optimizer).step is _OWN_STEP
+    return bool(watched) and not _is_torchs(type(optimizer).step)
+
+
+def _is_torchs(step: Any) -> bool:
+    """Whether a step goes through torch's wrapper: others may have wrapped it too, and in any order."""
+    while step is not None and getattr(step, "__code__", None) is not _watched_step.__code__:
+        step = getattr(step, "__wrapped__", None)
+    return step is not None
