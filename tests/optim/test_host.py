@@ -32,7 +32,7 @@ TAKEN = {
     and settings.get("betas", (0.9, 0.999))[0] != 0
     and settings.get("pullback_strength") != 0
 }
-WAYS = {"asked": (1, host.BLOCK), "cut": (1, 100), "small": (host.FEWEST, host.BLOCK)}
+WAYS = {"asked": (1, host.BLOCK), "cut": (1, 500), "small": (host.FEWEST, host.BLOCK)}
 
 
 @pytest.fixture(params=WAYS)
@@ -65,9 +65,9 @@ def test_against_the_reference(name):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", ["asked", "small"], indirect=True)
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_run_ends_where_the_loop_ends(name):
+def test_a_run_ends_where_the_loop_ends(name, way):
     steps = make_gradients(40, shapes=SHAPES)
     for step in steps[10:20]:
         step[1] = None  # a parameter that stands still for a while, and is younger than the others then
