@@ -94,7 +94,10 @@ def fused_step_(
             members.memo.setdefault("captured", []).append(launch)
         told = launch.step_(ages.at(launch.places[0]), recipe, scale, factor, skip, tell is not None)
         # As before the step: whoever changes a moment in between only has them added up anew.
-        launch.added_up = members.changes_of_moments() if launch.leaves_sums(recipe) else None
+        if not launch.leaves_sums(recipe):
+            launch.added_up = None
+        elif launch.added_up is None:
+            launch.added_up = members.changes_of_moments()
         if tell is not None:
             tell.update(zip((members.parameters[i] for i in launch.places), told, strict=True))
 
@@ -340,6 +343,7 @@ class _Launch:
             constants = {"MOMENTS": self._moments, "SUMS": self._parts}
             constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
             self._run(add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
+            self.added_up = changes
         places, starts, shape = self._segments
         result = torch.empty_like(self._one)
         share = 1 / elements if anew else 1 / (elements * (1 - beta2**count))

@@ -115,8 +115,10 @@ def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: 
         lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
         arrays.call(_library().paceline_step, ctypes.byref(scalars), pull, lookahead, averages)
         # What it was before is as good: whoever changes a moment in between only has them added up anew.
-        summed = recipe.gain == "scaled" and pull
-        arrays.added_up = members.changes_of_moments() if summed else None
+        if recipe.gain != "scaled" or not pull:
+            arrays.added_up = None
+        elif arrays.added_up is None:
+            arrays.added_up = members.changes_of_moments()
 
 
 def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> float | None:
