@@ -76,7 +76,7 @@ def test_wheel_without_the_packages_that_are_optional(wheel, tmp_path):
     listing = run(sys.executable, "-m", "zipfile", "--list", wheel)
     assert all(
         name in listing
-        for name in ("paceline/py.typed", "paceline/optim/native.c", "paceline/optim/look.c", "LICENSE")
+        for name in ("paceline/py.typed", "paceline/optim/native.c", "paceline/optim/look.cpp", "LICENSE")
     )
     assert "tests/" not in listing
     run(sys.executable, "-m", "zipfile", "--extract", wheel, tmp_path / "site")

@@ -16,7 +16,7 @@ KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fu
 
 @pytest.fixture(params=["looked at in C", "looked at in Python"], autouse=True)
 def looks_in_c(request, monkeypatch):
-    """What makes one pass looks by look.c, or by itself as where that cannot be built."""
+    """What makes one pass looks by look.cpp, or by itself as where that cannot be built."""
     if request.param == "looked at in Python":
         monkeypatch.setattr(look, "functions", lambda: None)
     return request.param == "looked at in C" and look.functions() is not None
@@ -70,6 +70,10 @@ def _reverse_parameters(optimizer, parameter):
     optimizer.param_groups[0]["params"].reverse()
 
 
+def _make_parameters_a_tuple(optimizer, parameter):
+    optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
+
+
 def _add_group(optimizer, parameter):
     added = torch.ones(4, 4).requires_grad_()
     optimizer.add_param_group({"params": [added], "gain": "uniform", "pullback_strength": 0.5})
@@ -113,7 +117,7 @@ CHANGES = [
     *(_nothing, _swap_memory, _transpose, _replace_moment, _replace_memory_of_moment),
     *(_widen_memory_of_average, _replace_state),
     *(_drop_state, _ask_for_a_second_average, _reset_count, _replace_memory_of_count),
-    *(_reverse_parameters, _add_group),
+    *(_reverse_parameters, _make_parameters_a_tuple, _add_group),
     *(_show_the_average, _load, _swap_tensors, _reset, _replace_moment_twice, _move_entry_to_the_end),
 ]
 
@@ -236,8 +240,23 @@ def test_gradients_are_not_kept_alive(kind):
         assert kept() is None
 
 
+def test_one_pass_refuses_a_gradient_whose_memory_is_gone(looks_in_c):
+    parameter = torch.ones(4).requires_grad_()
+    optimizer = PACE([parameter], lr=1e-2, fused=True)
+    for _ in range(2):
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    parameter.grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="parameter 0 of group 0 has a gradient that is not plain"):
+        optimizer.step()
+
+
 class Wrapped(torch.Tensor):
     """As torch's own of a collective that is under way: what it stands for is not where it says."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_dispatch__(function, types, args, kwargs or {})
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
@@ -357,8 +376,8 @@ def test_one_pass_looks_by_c_where_it_can(looks_in_c):
     for kind in KINDS:
         _, optimizer = stepped(kind)
         fit = optimizer._fits._groups[0]
-        assert fit.looks_in_c is (looks_in_c and kind == "fused")
-        assert optimizer._fits._same is (look.functions().same if fit.looks_in_c else members._are_values)
+        assert fit.looks_at_once is (looks_in_c and kind == "fused")
+        assert optimizer._fits._same is (look.functions().same if fit.looks_at_once else members._version_of)
 
 
 def test_gradients_are_those_that_the_parameters_have(looks_in_c):

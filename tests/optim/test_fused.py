@@ -241,7 +241,7 @@ def test_an_integer_is_a_number_like_any_other(settings, monkeypatch):
     )
     trained(1, **settings)
     count = len(Numbers._fields) + 1  # and whether it is a first step
-    (numbers,) = [arguments[-count:] for _, _, arguments, *_ in launched if len(arguments) > count]
+    (numbers,) = [arguments[-count:] for _, arguments in launched if len(arguments) > count]
     assert {type(number) for number in numbers} == {float}
 
 

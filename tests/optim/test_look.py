@@ -1,9 +1,10 @@
-"""look.c: how it is built, tried out and done without. What it sees is in test_fits.py."""
+"""look.cpp: how it is built, tried out and done without. What it sees is in test_fits.py."""
 
 import os
 import shutil
 import subprocess
 import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import torch
 from paceline.optim import building, look
 
 pytestmark = pytest.mark.skipif(
-    not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")),
-    reason="needs a C compiler",
+    not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))),
+    reason="needs a C++ compiler",
 )
 
 
@@ -32,10 +33,10 @@ def test_it_is_there():
 
 @pytest.mark.slow
 def test_what_crashes_is_not_used_nor_tried_again(fresh, monkeypatch):
-    """As with a torch whose functions have the same names and other arguments."""
-    broken = fresh / "look.c"
+    """As with a torch whose headers say otherwise than it is."""
+    broken = fresh / "look.cpp"
     text = look.SOURCE.read_text()
-    broken.write_text(text.replace("torch.grad(tensor_of(tensor))", "torch.grad((void *)1)"))
+    broken.write_text(text.replace("= *behind(parameter);", "= *reinterpret_cast<TensorImpl *>(16);"))
     assert broken.read_text() != text
     monkeypatch.setattr(look, "SOURCE", broken)
     assert look.functions() is None
@@ -53,18 +54,15 @@ def test_what_crashes_is_not_used_nor_tried_again(fresh, monkeypatch):
 @pytest.mark.parametrize(
     "lacking",
     [
-        lambda patch: patch.setenv("CC", "/nonexistent/cc"),
+        lambda patch: patch.setenv("CXX", "/nonexistent/c++"),
         lambda patch: patch.setattr(sysconfig, "get_path", lambda name: "/nonexistent"),
         lambda patch: patch.setattr(sysconfig, "get_config_var", lambda name: 1),
-        lambda patch: patch.setattr(look, "SYMBOLS", (*look.SYMBOLS[:-1], "no_such_function")),
+        lambda patch: patch.setattr(look, "TORCH", Path("/nonexistent")),
     ],
-    ids=["compiler", "headers", "lock", "function of torch"],
+    ids=["compiler", "headers", "lock", "headers of torch"],
 )
 def test_what_is_lacking_is_done_without(lacking, fresh, monkeypatch):
-    monkeypatch.setattr(look, "_trial", lambda path: None)
-    assert look.functions() is not None
     lacking(monkeypatch)
-    monkeypatch.setenv("PACELINE_CACHE", str(fresh / "other"))
     assert look.functions() is None
 
 

@@ -32,7 +32,7 @@ def examine_machine() -> list[str]:
         elif not usual:
             lines.append(f"  with fused=True: {ONE_PASS_NAMES[kind]}, in about half the time")
         if lacking is None:
-            by = "C" if look.functions() else "Python, which takes longer if tensors are many and small"
+            by = "C++" if look.functions() else "Python, which takes longer if tensors are many and small"
             lines.append(f"  what one pass needs to know of all tensors is looked up by {by}")
     return lines
 

@@ -138,7 +138,8 @@ class Averaging(Optimizer, ABC):
         return bool(self.param_groups[0][self.format.hold] != "live")
 
     def _in_block(self) -> bool:
-        return any(weights.in_block(keeper) for keeper in (weights.innermost(self), *self._views))
+        keepers = (weights.innermost(self), *self._views) if weights.in_any_block() else ()
+        return any(map(weights.in_block, keepers))
 
     def eval(self) -> None:
         """Put the average into the parameters, until `train()` or the next `step()`."""
@@ -199,6 +200,8 @@ class Averaging(Optimizer, ABC):
         A checkpoint taken while the average was shown has the average in the model's part and live in
         the optimizer's; torch's set_state_dict loads the model's last. The average is then shown again.
         """
+        if not self._loaded_live:
+            return False
         loaded = dict(self._loaded_live)
         self._loaded_live.clear()
         stale = False
@@ -239,8 +242,12 @@ class Averaging(Optimizer, ABC):
 
     def _seems_to_have_others(self) -> bool:
         """Whoever replaces parameters replaces all of a group. Frozen ones have no state to begin with."""
-        firsts = (next(filter(_REQUIRES_GRAD, group["params"]), None) for group in self.param_groups)
-        return any(first is not None and first not in self._memory for first in firsts)
+        memory = self._memory
+        for group in self.param_groups:
+            first = next(filter(_REQUIRES_GRAD, group["params"]), None)
+            if first is not None and first not in memory:
+                return True
+        return False
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Small libraries in C, built when they are first asked for, with whatever C compiler there is.
+"""Small libraries in C and C++, built when they are first asked for, with whatever compiler there is.
 
 The result is kept under `PACELINE_CACHE` (~/.cache/paceline) by a key of all that it is made of.
 """
@@ -14,6 +14,9 @@ from pathlib import Path
 
 from paceline.cache import cache_folder
 
+_COMPILERS = {".c": ("CC", ("cc", "gcc", "clang")), ".cpp": ("CXX", ("c++", "g++", "clang++"))}
+"""Ending of a source → what names a compiler, and how it is called otherwise."""
+
 
 def built(
     source: Path,
@@ -27,7 +30,8 @@ def built(
     `about` is what else it depends on. A `trial` of what was built says why it is of no use, which is kept in
     its place, or None; what it raises is not kept.
     """
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    variable, names = _COMPILERS[source.suffix]
+    compiler = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
     parts = (source.read_text(), " ".join(flags), platform.platform(), str(compiler), *about)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / "native"
@@ -38,18 +42,18 @@ def built(
         raise RuntimeError(refused.read_text())
     if compiler is None:
         raise RuntimeError(
-            "needs a small function in C, and there is no compiler to build it: neither cc, gcc nor clang, "
-            "and CC is not set"
+            f"needs a small function of {source.name}, and there is no compiler to build it: "
+            f"neither {', '.join(names[:-1])} nor {names[-1]}, and {variable} is not set"
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as room:
         made = Path(room) / library.name
-        command = [*compiler.split(), *flags, "-o", str(made), str(source), "-lm"]
+        command = [*compiler.split(), str(source), *flags, "-o", str(made), "-lm"]
         ran = subprocess.run(command, capture_output=True, text=True)
         if ran.returncode != 0:
             raise RuntimeError(
-                f"needs {source.name}, which {compiler} could not build; CC names another compiler. It said: "
-                f"{ran.stderr.strip()[-500:]}"
+                f"needs {source.name}, which {compiler} could not build; {variable} names another compiler. "
+                f"It said: {ran.stderr.strip()[-500:]}"
             )
         reason = None if trial is None else trial(made)
         if reason is not None:

@@ -3,9 +3,10 @@
 import math
 import sys
 from array import array
+from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ STORED = (torch.float32, torch.bfloat16, torch.int8)
 """Averages, or residuals."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_NO_NUMBERS = (0.0,) * (len(Numbers._fields) + 1)
 
 
 def refusal(slot: Slot) -> str | None:
@@ -140,9 +143,9 @@ def _launches(members: Members, ages: Ages) -> "list[_Launch]":
                 "change of parameters or state, tells the device where they are"
             )
         alike: dict[object, list[int]] = {}
-        for i, slot in enumerate(members.rests):
+        for i, (slot, grad) in enumerate(zip(members.rests, members.grads, strict=True)):
             if slot.live.numel():
-                live, dtypes = slot.live, (members.grads[i].dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
+                live, dtypes = slot.live, (grad.dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
                 kind = live.device, live.dtype, *dtypes, _is_aligned(slot, members.states[i])
                 key = (*kind, ages.at(i) if ages.younger else None)
                 alike.setdefault(key, []).append(i)
@@ -180,9 +183,12 @@ class _Launch:
             rows.append((row[0], *row[2:], *addresses))
         self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
         self._chunks = chunks(self._device, self._sizes, self._block)
+        self._programs = len(self._chunks)
+        self._kept = "evict_last" if sum(self._sizes) >= LARGE else ""
+        self._kernels: dict[tuple[object, ...], _Kernel] = {}
         # Where warps take the largest of blocks of int8, they sum up those too, and none waits for another.
         self._parts = self._block // BLOCK if self._stored == torch.int8 else 1
-        self._sums = torch.empty((len(self._chunks), self._parts), dtype=torch.float32, device=self._device)
+        self._sums = torch.empty((self._programs, self._parts), dtype=torch.float32, device=self._device)
         self._segments = segments(self._device, self._sizes, self._block, self._parts)
         self._totals = torch.empty(len(self._segments.places), dtype=torch.float64, device=self._device)
         self._arrived = torch.zeros((), dtype=torch.int32, device=self._device)
@@ -190,6 +196,7 @@ class _Launch:
         self._sent: array[int] = array("q")
         self._grads_aligned = False
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
+        self._root = torch.empty_like(self._one)
         ages = [slot.step.data_ptr() if slot.step.device == self._device else 0 for slot in self._slots]
         self._counts = torch.tensor(ages, dtype=torch.int64).to(self._device)
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
@@ -246,20 +253,18 @@ class _Launch:
     ) -> list[Told]:
         """The step of that count; of NaN, if they are counted on the device. What it did to each, if it is to
         tell."""
-        from paceline.optim import kernel
-
         on_device = recipe.capturable or is_on_gpu(recipe.lr)
-        numbers: list[Scalar] = [0.0] * (len(Numbers._fields) + 1)
         table, ages, t = self._one, self._grads, 0
         if recipe.capturable and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             while len(self._spares) < SPARES:
                 self._spares.append(torch.empty(len(self.places), dtype=torch.int64, pin_memory=True))
         if on_device:
+            numbers: tuple[Scalar, ...] = _NO_NUMBERS
             table, ages = self._numbers_on_device(count, recipe)
             pulls, averages = pulls_ever(recipe), self._averages
         else:
             at, t = at_count(count, recipe), int(count)
-            numbers = [*numbers_of(at, recipe, 1.0), float(count == 1)]
+            numbers = (*numbers_of(at, recipe, 1.0), float(count == 1))
             pulls, averages = bool(at.pulling), averages_that_move(self._slots, at)
         pull = "none" if not pulls else "over" if recipe.gain in NUMERATORS else "uniform"
         multiple = self._number(scale) if recipe.gain == "scaled" and pulls else self._one
@@ -267,32 +272,38 @@ class _Launch:
         # step, which may be one that moves none, they begin as live.
         if self._stored != torch.float32 or tell or count == 1:
             averages = self._averages
-        teller = Teller(self._device, self._sizes, self._block) if tell else None
+        told = Teller(self._device, self._sizes, self._block) if tell else None
+        how = (
+            pull, averages, recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
+            recipe.gap == "lookahead" and pull != "none", self._parts if self.leaves_sums(recipe) else 0,
+            tell, isinstance(factor, Tensor) or factor != 1, skip is not None, on_device, self._grads_aligned,
+        )  # fmt: skip
         self._run(
-            kernel.step,
-            len(self._chunks),
+            self._kernels.get(how) or self._step_kernel(how),
             (
                 self._table, self._grads, self._chunks, multiple, self._number(factor),
                 self._one if skip is None else self._number(skip), self._sums,
-                *(teller.arrays if teller is not None else (self._one, self._grads, self._one)),
+                *(told.arrays if told is not None else (self._one, self._grads, self._one)),
                 table, ages, t, *numbers,
             ),
-            {
-                "OF": self._dtype, "GRAD": self._grad_dtype, "MOMENTS": self._moments,
-                "MOMENTUM": self._slots[0].exp_avg is not None,
-                "ROUNDING": recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
-                "STORAGE": self._stored, "PULL": pull,
-                "LOOKAHEAD": recipe.gap == "lookahead" and pull != "none", "AVERAGES": averages,
-                "SUMS": self._parts if self.leaves_sums(recipe) else 0, "TELL": tell,
-                "FACTOR": isinstance(factor, Tensor) or factor != 1, "SKIP": skip is not None,
-                "ON_DEVICE": on_device, "ALIGNED": self._aligned, "GRAD_ALIGNED": self._grads_aligned,
-                "KEPT": "evict_last" if sum(self._sizes) >= LARGE else "", "BLOCK": self._block,
-            },
         )  # fmt: skip
         if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
-        return [] if teller is None else teller.told()
+        return [] if told is None else told.told()
+
+    def _step_kernel(self, how: tuple[Any, ...]) -> "_Kernel":
+        from paceline.optim import kernel
+
+        pull, averages, rounding, lookahead, sums, tell, factor, skip, on_device, grads_aligned = how
+        constants = {
+            "OF": self._dtype, "GRAD": self._grad_dtype, "MOMENTS": self._moments,
+            "MOMENTUM": self._slots[0].exp_avg is not None, "ROUNDING": rounding, "STORAGE": self._stored,
+            "PULL": pull, "LOOKAHEAD": lookahead, "AVERAGES": averages, "SUMS": sums, "TELL": tell,
+            "FACTOR": factor, "SKIP": skip, "ON_DEVICE": on_device, "ALIGNED": self._aligned,
+            "GRAD_ALIGNED": grads_aligned, "KEPT": self._kept, "BLOCK": self._block,
+        }  # fmt: skip
+        return self._kernel(how, kernel.step, self._programs, constants, self._warps)
 
     @staticmethod
     def leaves_sums(recipe: Recipe) -> bool:
@@ -314,7 +325,8 @@ class _Launch:
             "ON_DEVICE": recipe.capturable, "LR": None if there is None else there.dtype,
             "OVER": recipe.gain in NUMERATORS, "BLOCK": 32,
         }  # fmt: skip
-        self._run(kernel_before.numbers, -(-tensors // 32), arguments, constants, warps=1)
+        how = "numbers", *constants.values()
+        self._run(self._kernel(how, kernel_before.numbers, -(-tensors // 32), constants, 1), arguments)
         return table, ages
 
     def _number(self, number: Scalar) -> Tensor:
@@ -327,57 +339,112 @@ class _Launch:
         """(2,) float64: the sum of squares, and 0 or NaN."""
         from paceline.optim.kernel_before import squares
 
-        sums = torch.empty((2, len(self._chunks)), dtype=torch.float32, device=self._device)
+        sums = torch.empty((2, self._programs), dtype=torch.float32, device=self._device)
         constants = {"GRAD": self._grad_dtype, "ALIGNED": self._grads_aligned, "BLOCK": self._block}
-        self._run(squares, len(self._chunks), (self._table, self._grads, self._chunks, sums), constants)
+        made = self._kernel(("squares", self._grads_aligned), squares, self._programs, constants, self._warps)
+        self._run(made, (self._table, self._grads, self._chunks, sums))
         return sums.sum(1, dtype=torch.float64)
 
     def root_of_mean(self, beta2: float, count: float, elements: int, changes: int | None) -> Tensor:
         """The root of the sum of all v̂ over so many elements, without tensors that have a NaN or Inf: as the
         last step, of that count, left v; of NaN, if they are counted on the device. Of sums that are at
-        hand it is known how many `changes` there were. () float32."""
-        from paceline.optim.kernel_before import add_up, mean
-
+        hand it is known how many `changes` there were. () float32, until it is asked for again."""
         anew = math.isnan(count)
         if anew or self.added_up is None or self.added_up != changes:
-            constants = {"MOMENTS": self._moments, "SUMS": self._parts}
-            constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
-            self._run(add_up, len(self._chunks), (self._table, self._chunks, self._sums), constants)
+            self._add_up()
             self.added_up = changes
-        places, starts, shape = self._segments
-        result = torch.empty_like(self._one)
         share = 1 / elements if anew else 1 / (elements * (1 - beta2**count))
+        places, starts, _ = self._segments
         own = self._sums, places, self._totals, self._arrived, starts, self._counts
-        arguments = *own, log_of(beta2), share, result
-        constants = {"ON_DEVICE": anew, "WIDTH": chunking.WIDTH, **shape}
-        self._run(mean, len(places), arguments, constants, warps=16)
-        return result
+        made = self._kernels.get(("mean", anew)) or self._mean_kernel(anew)
+        self._run(made, (*own, log_of(beta2), share, self._root))
+        return self._root
 
-    def _run(
-        self,
-        function: Any,
-        programs: int,
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
-        warps: int | None = None,
+    def _mean_kernel(self, anew: bool) -> "_Kernel":
+        from paceline.optim.kernel_before import mean
+
+        constants = {"ON_DEVICE": anew, "WIDTH": chunking.WIDTH, **self._segments.shape}
+        return self._kernel(("mean", anew), mean, len(self._segments.places), constants, 16)
+
+    def _add_up(self) -> None:
+        from paceline.optim.kernel_before import add_up
+
+        constants = {"MOMENTS": self._moments, "SUMS": self._parts, "ALIGNED": self._aligned}
+        constants |= {"BLOCK": self._block}
+        made = self._kernel(("add_up",), add_up, self._programs, constants, self._warps)
+        self._run(made, (self._table, self._chunks, self._sums))
+
+    def _kernel(
+        self, how: tuple[object, ...], function: Any, programs: int, constants: dict[str, Any], warps: int
+    ) -> "_Kernel":
+        """That of a function of kernel.py, which is known by `how` from here on."""
+        if how not in self._kernels:
+            self._kernels[how] = _Kernel(function, programs, constants, warps, self._device)
+        return self._kernels[how]
+
+    def _run(self, kernel: "_Kernel", arguments: tuple[Any, ...]) -> None:
+        if self._device.type == "cuda" and torch.cuda.current_device() == self._device.index:
+            kernel(arguments)
+        else:
+            with self._guard:
+                kernel(arguments)
+
+
+@final
+class _Kernel:
+    """What launches a function of kernel.py with some constants, in its order, dtypes as torch has them."""
+
+    def __init__(
+        self, function: Any, programs: int, constants: dict[str, Any], warps: int, device: torch.device
     ) -> None:
-        """Launch a function of kernel.py; `constants` are in its order, and dtypes as torch has them."""
-        warps = self._warps if warps is None else warps
-        with self._guard:
-            key = function, self._device, warps, *constants.values()
-            compiled = _compiled.get(key)
-            if compiled is not None:
-                # Of a tensor Triton would ask the driver whether the device can reach it, each time.
-                plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-                try:
-                    compiled[(programs, 1, 1)](*plain, *constants)  # their places count, not their values
-                    return
-                except TypeError:  # from a Triton that wants other arguments, before anything is launched
-                    pass
-            named = {k: _type(v) if isinstance(v, torch.dtype) else v for k, v in constants.items()}
-            made = function[(programs,)](*arguments, **named, num_warps=warps, enable_fp_fusion=False)
-            if made is not None:  # which an interpreter does not make
-                _compiled[key] = made
+        self._function, self._programs, self._constants, self._warps = function, programs, constants, warps
+        self._device, self._key = device, (function, device, warps, *constants.values())
+        self._launch: Callable[..., None] | None = None
+
+    def __call__(self, arguments: tuple[Any, ...]) -> None:
+        if self._launch is None and self._key in _compiled:
+            self._launch = _launch_of(_compiled[self._key], self._programs, self._device)
+        if self._launch is not None:
+            # Of a tensor Triton would ask the driver whether the device can reach it, each time.
+            plain = [a if isinstance(a, (float, int)) else a.data_ptr() for a in arguments]
+            try:
+                self._launch(*plain, *self._constants)  # whose places count, not their values
+                return
+            except TypeError:  # from a Triton that wants other arguments, before anything is launched
+                pass
+        named = {k: _type(v) if isinstance(v, torch.dtype) else v for k, v in self._constants.items()}
+        made = self._function[(self._programs,)](
+            *arguments, **named, num_warps=self._warps, enable_fp_fusion=False
+        )
+        if made is not None:  # which an interpreter does not make
+            _compiled[self._key] = made
+
+
+def _launch_of(compiled: Any, programs: int, device: torch.device) -> Callable[..., None]:
+    """What launches a kernel, as `compiled[programs, 1, 1]` does; but without what that prepares for hooks of
+    others on each launch, where there are none."""
+    hooked: Callable[..., None] = compiled[(programs, 1, 1)]
+    try:
+        from triton import knobs
+        from triton.runtime import driver
+
+        run, runtime, stream = compiled.run, knobs.runtime, driver.active.get_current_stream
+        own = compiled.function, compiled.packed_metadata, None, None, None
+    except (ImportError, AttributeError):  # of a Triton that is otherwise
+        return hooked
+
+    def launch(*arguments: Any) -> None:
+        if _has_calls(runtime.launch_enter_hook) or _has_calls(runtime.launch_exit_hook):
+            hooked(*arguments)
+        else:
+            run(programs, 1, 1, stream(device.index), *own, *arguments)
+
+    return launch
+
+
+def _has_calls(hook: Any) -> bool:
+    """Of Triton's: a chain of functions, of which there may be none."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def _are_aligned(addresses: "array[int]") -> bool:

@@ -1,7 +1,7 @@
 """Gradients as a whole: their norm, by which they are clipped, and whether a step is to be skipped."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class Gradients(NamedTuple):
 
 def look_at(works: list[Work], scaled: Scaled, over_ranks: OverRanks) -> Callable[[], Gradients]:
     """The gradients of a step, before it; told once all sums over ranks are asked for."""
+    if scaled.found_inf is None and not [work for work in works if _asks(work.group)]:
+        return lambda: Gradients(None, False, scaled.scale)
     skips = [work for work in works if work.group["skip_nonfinite"]]
     clips = any(work.group["max_grad_norm"] is not None for work in works)
     asked = {id(work): _ask_sums(work, over_ranks) for work in (works if clips else skips)}
@@ -62,6 +64,11 @@ def look_at(works: list[Work], scaled: Scaled, over_ranks: OverRanks) -> Callabl
         return Gradients(norm, skip, scaled.scale)
 
     return look
+
+
+def _asks(group: dict[str, Any]) -> bool:
+    """Whether it has to be known of its gradients how large they are."""
+    return group["max_grad_norm"] is not None or bool(group["skip_nonfinite"])
 
 
 def refuse_to_skip(works: list[Work]) -> None:

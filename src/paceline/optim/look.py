@@ -1,11 +1,10 @@
-"""look.c: what a step looks at in all of its tensors, in one call of C instead of one of Python each.
+"""look.cpp: what a step looks at in all of its tensors, in one call of C++ instead of one of Python each.
 
-It is used by the paths that make one pass, and built when one of them is first taken, as native.c is. Where
-it cannot be (no compiler, no headers of Python, a torch that has other functions) members.py looks by itself,
-with the same answers.
+It is used by the paths that make one pass, and built when one of them is first taken, as native.c is, but
+with the headers that come with torch. Where it cannot be (no compiler, no headers, a torch that is otherwise)
+members.py looks by itself, with the same answers.
 """
 
-import ctypes
 import subprocess
 import sys
 import sysconfig
@@ -22,27 +21,14 @@ from torch.nn import Parameter
 
 from paceline.optim.building import built
 
-SOURCE = Path(__file__).with_name("look.c")
-FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared")
-
-SYMBOLS = (
-    *("aoti_torch_new_uninitialized_tensor", "aoti_torch_delete_tensor_object", "aoti_torch_assign_tensors"),
-    *("aoti_torch_is_defined", "aoti_torch_get_data_ptr", "aoti_torch_get_layout", "aoti_torch_get_dtype"),
-    *("aoti_torch_get_device_type", "aoti_torch_get_device_index", "aoti_torch_get_dim"),
-    *("aoti_torch_get_sizes", "aoti_torch_get_strides"),
-    "_ZN8pybind116detail11type_casterIN2at6TensorEvE4loadENS_6handleEb",  # at::Tensor from a Python tensor
-    "_Z16THPVariable_WrapRKN2at10TensorBaseE",  # and back
-    "_ZNK3c1010TensorImpl4gradEv",  # const at::Tensor &TensorImpl::grad() const
-    "_ZN2at6native6is_negERKNS_6TensorE",
-    "_ZNK2at10TensorBase8_versionEv",
-)
-"""Functions of torch: of its C interface, and five that have no other name than that of C++. A later torch
-may have them under the same name and otherwise, for which there is `_trial`."""
+SOURCE = Path(__file__).with_name("look.cpp")
+TORCH = Path(torch.__file__).parent
+FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared")
 
 
 @cache
 def functions() -> Any:
-    """The functions of look.c; None where there are none."""
+    """The functions of look.cpp; None where there are none."""
     try:
         return _loaded(_built())
     except (RuntimeError, OSError, ImportError, AttributeError, subprocess.TimeoutExpired):
@@ -51,22 +37,23 @@ def functions() -> Any:
 
 def _built() -> Path:
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise RuntimeError("look.c is for CPython with its lock")
-    flags = (*FLAGS, f"-I{sysconfig.get_path('include')}")
-    if sys.platform == "darwin":  # Python's own functions are found when it is loaded
-        flags = (*flags, "-undefined", "dynamic_lookup")
-    about = (torch.__version__, str(torch._C.__file__), sys.version)
-    return built(SOURCE, "look", flags, about, _trial)
+        raise RuntimeError("look.cpp is for CPython with its lock")
+    flags = [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    flags += ["-isystem", f"{TORCH / 'include'}", f"-I{sysconfig.get_path('include')}"]
+    # Torch has loaded its library by the time that this one is.
+    flags += [f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-lc10"] if sys.platform == "linux" else []
+    if sys.platform == "darwin":  # functions of others are found when it is loaded
+        flags += ["-undefined", "dynamic_lookup"]
+    about = (torch.__version__, sys.version)
+    return built(SOURCE, "look", tuple(flags), about, _trial)
 
 
 def _loaded(path: Path) -> Any:
-    # Torch's module depends on all libraries that have them.
-    library = ctypes.CDLL(str(torch._C.__file__))
-    addresses = tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in SYMBOLS)
     loader = ExtensionFileLoader("look", str(path))
     module = module_from_spec(ModuleSpec("look", loader, origin=str(path)))
     loader.exec_module(module)
-    module.use(addresses, Tensor, Parameter)
+    tensor = torch.empty(0)
+    module.use(Tensor, Parameter, tensor, tensor._cdata)
     return module
 
 
@@ -78,7 +65,7 @@ def _trial(path: Path) -> str | None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     return (
-        None if ran.returncode == 0 else f"look.c fails with torch {torch.__version__}: {ran.stderr[-500:]}"
+        None if ran.returncode == 0 else f"look.cpp fails with torch {torch.__version__}: {ran.stderr[-500:]}"
     )
 
 
@@ -102,7 +89,7 @@ def try_out(module: Any) -> None:
 
     def expect(ok: bool) -> None:
         if not ok:
-            raise RuntimeError("look.c does not see what is there")
+            raise RuntimeError("look.cpp does not see what is there")
 
     expect(memory is not None and again() is None)
     for backward in (False, True):
@@ -110,11 +97,10 @@ def try_out(module: Any) -> None:
             parameter.grad = None if backward else grad
         if backward:  # tensors that Python has not seen yet
             torch.autograd.backward([parameter.sum() for parameter in parameters])
-        found, moved, _ = again()
+        expect(again()[0] is True)
         held = [parameter.grad for parameter in parameters]
-        expect(moved and all(map(lambda a, b: a is b, found, held)))
         expect(addresses.tolist() == [grad.data_ptr() for grad in held if grad is not None])
-        expect(again()[1] is False)
+        expect(again()[0] is False)
     for other in (
         torch.ones(2, 3).t(),
         torch._neg_view(torch.ones(3, 2)),
@@ -133,9 +119,11 @@ def try_out(module: Any) -> None:
         expect(again() is None)
         changed.data = before
         expect(again() is not None)
-    changes = again()[2]
+    changes = again()[1]
     entries[0].add_(1)
-    expect(again()[2] == changes)
+    expect(again()[1] == changes)
     entries[3].add_(1)
-    expect(again()[2] > changes)
-    expect(module.same(states[0], entries[:2]) and not module.same(states[0], entries[1:3]))
+    expect(again()[1] > changes)
+    version = module.same(states[0], entries[:2], 0)
+    expect(version >= 0 and module.same(states[0], entries[:2], version) == version)
+    expect(module.same(states[0], entries[1:3], 0) == -1)

@@ -3,15 +3,13 @@
 Most steps are like the one before, and to look at everything anew takes longer than to update a small tensor.
 """
 
-import ctypes
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import lru_cache
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from struct import Struct
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -25,7 +23,6 @@ from paceline.optim.state import State
 
 States = MutableMapping[Tensor, State]
 _ONE = torch.ones((), dtype=torch.float64, device="cpu")  # which a number would be made into at each step
-_FLOAT64 = Struct("d")
 T = TypeVar("T")
 
 
@@ -46,20 +43,32 @@ class Ages(NamedTuple):
         return self.first - self.younger[place] if self.younger else self.first
 
 
-class Members(NamedTuple):
+@final
+class Members:
     """Parameters that have a gradient."""
 
-    parameters: list[Tensor]
-    states: list[State]
-    grads: list[Tensor]
-    addresses: "array[int]"
-    """Of the gradients; another array where any of them has moved."""
-    rests: list[Slot]
-    """Their slots, with live in place of the gradient."""
-    memo: dict[str, Any]
-    """What a path remembers of them, for as long as they are fit."""
-    changes: int | None = None
-    """As `changes_of_moments`, if it is known."""
+    __slots__ = ("_grads", "addresses", "changes", "memo", "parameters", "rests", "states")
+
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        states: list[State],
+        rests: list[Slot],
+        memo: dict[str, Any],
+        addresses: "array[int]",
+        grads: list[Tensor] | None,
+        changes: int | None = None,
+    ) -> None:
+        self.parameters, self.states = parameters, states
+        self.rests = rests
+        """Their slots, with live in place of the gradient."""
+        self.memo = memo
+        """What a path remembers of them, for as long as they are fit."""
+        self.addresses = addresses
+        """Of the gradients; another array where any of them has moved."""
+        self.changes = changes
+        """As `changes_of_moments`, if it is known."""
+        self._grads = grads
 
     @staticmethod
     def of(
@@ -75,7 +84,13 @@ class Members(NamedTuple):
         addresses = _addresses(grads) if one_pass else _NOWHERE
         # They are remembered, and a gradient must not be kept alive.
         rests = [slot._replace(grad=slot.live) for slot in slots]
-        return Members(parameters, states, grads, addresses, rests, memo)
+        return Members(parameters, states, rests, memo, addresses, grads)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """Of the parameters. A path that takes them by their addresses has no need of Python's tensors, which
+        are made for it."""
+        return list(map(_grad, self.parameters)) if self._grads is None else self._grads
 
     def slots(self) -> list[Slot]:
         """One for each."""
@@ -87,21 +102,14 @@ class Members(NamedTuple):
         if skip is not None:
             torch._foreach_add_([slot.step for slot in self.rests], (skip == 0).to(torch.float64))
         elif "counts" in self.memo:
-            self.memo["counts"].add_(_ONE)
+            self.memo["counts"].advance()
         else:
             torch._foreach_add_([slot.step for slot in self.rests], 1)
 
     def ages(self) -> Ages:
         """How many steps each has taken."""
-        counts = self.memo.get("counts")
-        if counts is None:
-            return Ages.of([slot.step.item() for slot in self.rests])
-        if counts.dtype == torch.float64:  # others count otherwise, and their states can be loaded
-            # Mostly they are all the same, which their bytes tell in a tenth of the time.
-            seen = ctypes.string_at(counts.data_ptr(), 8 * len(self.rests))
-            if seen == seen[:8] * len(self.rests):
-                return Ages(_FLOAT64.unpack_from(seen)[0], [])
-        return Ages.of(counts.tolist())
+        counts: Counts | None = self.memo.get("counts")
+        return Ages.of([slot.step.item() for slot in self.rests]) if counts is None else counts.ages()
 
     def changes_of_moments(self) -> int:
         """A number that grows if anybody changes a second moment; of our own kernels torch does not know."""
@@ -125,16 +133,46 @@ class Members(NamedTuple):
 
         memo = self.memo.setdefault(kind, {})
         grads, addresses = own(self.grads), array("q", [self.addresses[i] for i in places])
-        return Members(
-            own(self.parameters), own(self.states), grads, addresses, own(self.rests), memo, self.changes
-        )
+        lists = own(self.parameters), own(self.states), own(self.rests)
+        return Members(*lists, memo, addresses, grads, self.changes)
 
 
-def count_together(states: list[State], slots: list[Slot]) -> tuple[list[Slot], Tensor]:
-    """The slots with counts that are parts of one tensor, which one operation advances, and that tensor."""
-    with torch.inference_mode(False):  # else no later step could advance them
-        counts = torch.stack([slot.step.reshape(()) for slot in slots])
-    for state, count in zip(states, counts.unbind(), strict=True):
+@final
+class Counts:
+    """How many steps each of several parameters has taken, as parts of one tensor on the host."""
+
+    def __init__(self, steps: list[Tensor], quick: bool) -> None:
+        """`quick`: by look.cpp, which may have to be built, where it can be."""
+        with torch.inference_mode(False):  # else no later step could advance them
+            self._together = torch.stack([step.reshape(()) for step in steps])
+        # What was loaded may have been counted in another precision.
+        quick = quick and self._together.dtype == torch.float64 and look.functions() is not None
+        self._count = look.functions().count if quick else None
+        self._place = self._together.data_ptr(), len(steps)
+
+    def each(self) -> tuple[Tensor, ...]:
+        """Of each parameter, ()."""
+        return self._together.unbind()
+
+    def advance(self) -> None:
+        """By one."""
+        if self._count is not None:
+            self._count(*self._place, 1.0)
+        else:
+            self._together.add_(_ONE)
+
+    def ages(self) -> Ages:
+        """As they are now."""
+        # Mostly all are the same, which C++ sees in a tenth of the time.
+        same = None if self._count is None else self._count(*self._place, 0.0)
+        return Ages.of(self._together.tolist()) if same is None else Ages(same, [])
+
+
+def count_together(states: list[State], slots: list[Slot], quick: bool) -> tuple[list[Slot], Counts]:
+    """The slots with counts that are parts of one tensor, which one operation advances, and those; `quick` as
+    in `Counts`."""
+    counts = Counts([slot.step for slot in slots], quick)
+    for state, count in zip(states, counts.each(), strict=True):
         state["step"] = count
     return [slot._replace(step=state["step"]) for slot, state in zip(slots, states, strict=True)], counts
 
@@ -146,10 +184,13 @@ class Fit:
         self, params: list[Tensor], members: Members, states: list[State], settings: tuple[object, ...]
     ) -> None:
         self._params = list(params)
-        self._parameters, self._rests, self._memo = members.parameters, members.rests, members.memo
+        # Without the gradients, which must not be kept alive.
+        lists = members.parameters, members.states, members.rests, members.memo
+        self._members = Members(*lists, members.addresses, None)
+        self._parameters, self._memo = members.parameters, members.memo
         taking_part = set(map(id, members.parameters))
         self._idle = [parameter for parameter in params if id(parameter) not in taking_part]
-        self._seen, self._states = members.states, states
+        self._states = states
         self._kept = list(_values(states))
         arrays = [*self._parameters, *(kept for kept in self._kept if isinstance(kept, Tensor))]
         # Of what is cut over ranks, all that follows is about this rank's parts.
@@ -170,8 +211,9 @@ class Fit:
         self._look, self._remembered, self._now = None, None, self._grad_addresses[:]
         if functions is not None:
             watched = [key == "exp_avg_sq" for state in states for key in state]
-            lists = self._parameters, members.grads, states, self._kept, watched
-            self._remembered = functions.remember(*lists)  # None, if there is a tensor that is not plain
+            grads = members.grads
+            # None, if there is a tensor that is not plain.
+            self._remembered = functions.remember(self._parameters, grads, states, self._kept, watched)
             self._look = None if self._remembered is None else functions.again
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -211,27 +253,31 @@ class Fit:
         """The members with their new gradients; None if anything is not as it was."""
         if settings != self._settings:
             return None
-        if self._look is None:
-            grads, changes = self._grads_again(params), None
-        else:
-            grads, changes = self._grads_at_a_look(params)
+        members = self._members
+        if self._look is not None:
+            members.changes = self._changes_at_a_look(params)
+            if members.changes is None:
+                return None
+            members.addresses = self._grad_addresses
+            return members
+        grads = self._grads_again(params)
         if grads is None:
             return None
-        own = self._parameters, self._seen, grads, self._grad_addresses, self._rests, self._memo
-        return Members(*own, changes)
+        # They are for this step alone.
+        lists = members.parameters, members.states, members.rests, members.memo
+        return Members(*lists, self._grad_addresses, grads)
 
-    def _grads_at_a_look(self, params: list[Tensor]) -> tuple[list[Tensor] | None, int | None]:
-        """As `_grads_again`, by look.c; and what `Members.changes` is."""
+    def _changes_at_a_look(self, params: list[Tensor]) -> int | None:
+        """What `Members.changes` is; None if anything is not as it was. By look.cpp."""
         assert self._look is not None
         lists = params, self._params, self._parameters, self._idle, self._states, self._kept
         found = self._look(self._remembered, *lists, self._now)
         if found is None:
-            return None, None
-        grads: list[Tensor]
-        grads, moved, changes = found
+            return None
+        moved, changes = found
         if moved:
             self._grad_addresses = self._now[:]
-        return grads, changes
+        return int(changes)
 
     def _grads_again(self, params: list[Tensor]) -> list[Tensor] | None:
         """The gradients at their addresses; None if anything is not as it was."""
@@ -256,8 +302,8 @@ class Fit:
         return grads
 
     @property
-    def looks_in_c(self) -> bool:
-        """Whether look.c does it."""
+    def looks_at_once(self) -> bool:
+        """Whether look.cpp does it."""
         return self._look is not None
 
     def tells(self, settings: tuple[object, ...]) -> bool:
@@ -286,7 +332,8 @@ class Fits:
     def __init__(self) -> None:
         self._groups: dict[int, Fit] = {}
         self._states: list[State] = []
-        self._same: Callable[[Any, list[State]], bool] = _are_values
+        self._same: Callable[[Any, list[State], int], int] = _version_of
+        self._version = 0
         self._captured: list[object] = []
 
     def __len__(self) -> int:
@@ -300,8 +347,8 @@ class Fits:
 
     def look(self, states: States) -> None:
         """Forget all, if a parameter has another state than it had."""
-        same = _are_values if torch.compiler.is_compiling() else self._same  # which may be in C
-        if not same(states, self._states):
+        self._version = self._same(states, self._states, self._version)
+        if self._version == -1:
             self.clear()
 
     def again(self, number: int, params: list[Tensor], settings: tuple[object, ...]) -> Members | None:
@@ -327,9 +374,10 @@ class Fits:
         """Remember a group as it is now."""
         self._states = list(states.values())
         self._groups[number] = fit
-        # Of others than Python's own dictionaries C knows nothing.
-        quick = fit.looks_in_c and type(states) in (dict, defaultdict)
-        self._same = look.functions().same if quick else _are_values
+        # Of others than Python's own dictionaries C++ knows nothing.
+        quick = fit.looks_at_once and type(states) in (dict, defaultdict)
+        self._same = look.functions().same if quick else _version_of
+        self._version = 0
 
 
 _address, _grad = Tensor.data_ptr, attrgetter("grad")
@@ -354,8 +402,9 @@ def _are_at(tensors: list[Tensor], addresses: "array[int]") -> bool:
     return _addresses(tensors) == addresses
 
 
-def _are_values(states: States, before: list[State]) -> bool:
-    return len(states) == len(before) and all(map(is_, states.values(), before))
+def _version_of(states: States, before: list[State], version: int) -> int:
+    """-1, unless the states are those; otherwise what tells them from others, 0 where nothing does."""
+    return 0 if len(states) == len(before) and all(map(is_, states.values(), before)) else -1
 
 
 def _values(states: list[State]) -> Iterable[Tensor]:

@@ -104,6 +104,7 @@ def missing() -> str | None:
 
 def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step for all members, in place, whose counts are advanced already; the rest as in `pace_step_`."""
+    held = members.grads  # Python runs on in other threads, where somebody may drop them
     ages = members.ages()
     for arrays in _alike(members, ages):
         arrays.set_gradients(members.addresses)
@@ -119,6 +120,7 @@ def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: 
             arrays.added_up = None
         elif arrays.added_up is None:
             arrays.added_up = members.changes_of_moments()
+    del held
 
 
 def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> float | None:

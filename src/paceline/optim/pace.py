@@ -269,9 +269,15 @@ class PACE(Averaging):
         """
         if _is_watched(self):
             return _watched_step(self) if closure is None else _watched_step(self, closure)
-        return self._step(closure)
+        if torch.compiler.is_compiling():
+            return _compiled_step(self, closure)
+        enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self.defaults["differentiable"])
+        try:
+            return self._step(closure)
+        finally:
+            torch._C._set_grad_enabled(enabled)
 
-    @_use_grad_for_differentiable
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         tell: Tell | None = None
         if not torch.compiler.is_compiling():
@@ -357,7 +363,8 @@ class PACE(Averaging):
 # Torch wraps the `step` of every optimizer, to call hooks and to name it to a profiler. With neither, that
 # takes a fifth of a step of 320 small tensors, so that here it is only done where there is one.
 PACE.step.hooked = True  # type: ignore[attr-defined]  # by which torch sees that it need not
-_watched_step: Any = Optimizer.profile_hook_step(PACE._step)
+_compiled_step: Any = _use_grad_for_differentiable(PACE._step)
+_watched_step: Any = Optimizer.profile_hook_step(_compiled_step)
 
 
 def _is_watched(optimizer: PACE) -> bool:

@@ -106,7 +106,12 @@ RATIOS: dict[Gain, Callable[[Terms], Tensor]] = {
 
 def gain_limit(recipe: Recipe, dtype: torch.dtype) -> float:
     """The clip of the gain, finite even when unclipped: an infinite gain times a gap of 0 is NaN."""
-    return min(recipe.max_gain, torch.finfo(dtype).max)
+    return min(recipe.max_gain, _LARGEST[dtype])
+
+
+_LARGEST = {
+    dtype: torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}  # which are asked for at every step, and torch makes an object for each answer
 
 
 # --- The step -------------------------------------------------------------------------------------

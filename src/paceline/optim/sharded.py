@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+_USUAL = (Tensor, Parameter)
+
 
 def _is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    if type(tensor) in _USUAL:
+        return False
     # No DTensor exists before its module is imported, and importing it costs every user half a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

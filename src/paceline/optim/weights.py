@@ -67,6 +67,11 @@ def innermost(optimizer: object) -> object:
 _in_block: WeakSet[Any] = WeakSet()
 
 
+def in_any_block() -> bool:
+    """Whether there is any of which `in_block` holds."""
+    return len(_in_block) > 0
+
+
 def in_block(optimizer: object) -> bool:
     """Whether `with averaged_weights(optimizer)` is running."""
     return optimizer in _in_block

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -62,16 +63,17 @@ class Work(NamedTuple):
 
 def plan_all(states: States, groups: list[dict[str, Any]], fits: Fits) -> list[Work]:
     """The work of a step, a group each. Parameters without a state get one."""
-    fits.look(states)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        fits.look(states)
     works = []
     for number, group in enumerate(groups):
-        works.append(_plan(states, group, number, fits))
+        works.append(_plan(states, group, number, fits, compiling))
     return works
 
 
-def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Work:
-    compiling = torch.compiler.is_compiling()
-    settings = _settings(group, compiling)
+def _plan(states: States, group: dict[str, Any], number: int, fits: Fits, compiling: bool) -> Work:
+    settings = () if compiling else _settings(group)
     _check_capture(states, group, compiling)
     members = None if compiling else fits.again(number, group["params"], settings)
     if members is not None:
@@ -88,7 +90,7 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
     memo["tells"] = one_pass and all(ONE_PASS[slot.live.device.type].can_tell for slot in slots)
     memo["host"] = not (one_pass or compiling) and _fits_host(parameters, slots)
     if (one_pass or memo["host"]) and fit and not group["capturable"]:
-        slots, memo["counts"] = count_together(own, slots)
+        slots, memo["counts"] = count_together(own, slots, quick=one_pass)
     if not one_pass:
         memo["packed"] = any(packing.is_packed(slot, group) for slot in slots)
         for (i, _), slot in zip(places, slots, strict=True):
@@ -101,15 +103,14 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits) -> Wor
     return Work(group, members, _path(group, members), anew=True)
 
 
-def _settings(group: dict[str, Any], compiling: bool) -> tuple[object, ...]:
-    """Of which another plan comes. (A compiler cannot look into C; it makes one pass of the foreach path.)"""
-    there = group["return_power"] is None, group["betas"][0] == 0
-    return (*there, *[group[name] for name in _SETTINGS], compiling)
+def _settings(group: dict[str, Any]) -> tuple[object, ...]:
+    """Of which another plan comes."""
+    return *_SETTINGS(group), group["return_power"] is None, group["betas"][0] == 0
 
 
 def will_tell(group: dict[str, Any], number: int, fits: Fits) -> bool:
     """Whether the next step of a group can tell what it does, as far as it can be known before it."""
-    return fits.tell(number, _settings(group, compiling=False))
+    return fits.tell(number, _settings(group))
 
 
 def _local(array: Tensor | None) -> Any:
@@ -239,15 +240,8 @@ def _refuse_doubles(group: dict[str, Any], number: int, places: list[tuple[int, 
 
 
 # A change of these asks for a new plan.
-_SETTINGS = (
-    "average_dtype",
-    "capturable",
-    "foreach",
-    "fused",
-    "differentiable",
-    "gain",
-    "rounding",
-    "offload",
+_SETTINGS = itemgetter(
+    *("average_dtype", "capturable", "foreach", "fused", "differentiable", "gain", "rounding", "offload")
 )
 
 
@@ -431,7 +425,7 @@ def scale_before(states: States, works: list[Work], over_ranks: OverRanks) -> Ca
             roots += _roots(work, elements, over_ranks)
         else:
             rest += [(parameter, states[parameter], group) for parameter in parameters]
-    return ask_scale(rest, roots, elements, over_ranks)
+    return roots[0] if len(roots) == 1 and not rest else ask_scale(rest, roots, elements, over_ranks)
 
 
 def _roots(work: Work, elements: int, over_ranks: OverRanks) -> Iterator[Callable[[], Scalar]]:

@@ -26,9 +26,10 @@ EXAMPLES = """examples:
 Each optimizer takes turns with torch's fused AdamW, and × is the ratio of their medians. "of copying" is the
 share of the bandwidth that copying a large tensor reaches, if weights, gradients and state of the update went
 through memory once. state and temporary are bytes for a parameter. On a GPU, ms is the time that it is busy,
-as in training, where the host is ahead; wall, and the × beside it, are from an idle GPU to an idle GPU."""
+as in training, where the host is ahead; wall is from an idle GPU to an idle GPU, after steps of others, and
+again is the same right after a step of its own, when the host's caches still have what it needs."""
 
-_HEAD = ("", "ms", "10-90 %", "×", "of copying", "state", "temporary", "wall", "×")
+_HEAD = ("", "ms", "10-90 %", "×", "of copying", "state", "temporary", "wall", "×", "again", "×")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace, say: Say) -> int:
         count = sum(torch.Size(shape).numel() for shape in shapes)
         say("")
         say(f"{model}: {count / 1e6:,.1f}M parameters in {len(shapes)} tensors, float32")
-        columns = len(_HEAD) if device == "cuda" else -2  # on a CPU there is but one kind of time
+        columns = len(_HEAD) if device == "cuda" else -4  # on a CPU there is but one kind of time
         say(_line(_HEAD[:columns]))
         for row in measure(model, shapes, names, device, options.rounds, bandwidth):
             rows.append(row)
@@ -98,12 +99,12 @@ def run(options: argparse.Namespace, say: Say) -> int:
 def _cells(row: "Row") -> tuple[str, ...]:
     spread = f"{row.low:.2f}-{row.high:.2f}"
     share, state, temporary = f"{row.bandwidth:.0%}", f"{row.state:.1f}", f"{row.temporary:.1f}"
-    wall = f"{row.wall:.2f}", f"{row.wall_ratio:.2f}"
+    wall = f"{row.wall:.2f}", f"{row.wall_ratio:.2f}", f"{row.again:.2f}", f"{row.again_ratio:.2f}"
     return row.optimizer, f"{row.ms:.2f}", spread, f"{row.ratio:.2f}", share, state, temporary, *wall
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    widths = (-42, 9, 17, 7, 11, 7, 10, 9, 7)
+    widths = (-42, 9, 17, 7, 11, 7, 10, 9, 7, 9, 7)
     return " ".join(
         c.ljust(-w) if w < 0 else c.rjust(w) for c, w in zip(cells, widths, strict=False)
     ).rstrip()

@@ -21,6 +21,9 @@ from paceline.experiments.bench.subjects import (
 WARM_UP = 8
 """Steps before those that are timed."""
 
+IN_A_ROW = 4
+"""Steps of a round right after another of the same optimizer."""
+
 
 class Row(NamedTuple):
     """What one optimizer costs on one set of tensors."""
@@ -44,6 +47,10 @@ class Row(NamedTuple):
     wall: float
     """Median of a step, ms, from an idle device to an idle device: of small tensors, mostly the host's."""
     wall_ratio: float
+    """To torch's fused AdamW, likewise."""
+    again: float
+    """As `wall`, of a step right after another of the same optimizer: caches have all that the host needs."""
+    again_ratio: float
     """To torch's fused AdamW, likewise."""
 
 
@@ -121,14 +128,18 @@ def measure(
                 move_on_(stepped[each])
         times: dict[str, list[float]] = {each: [] for each in steps}
         walls: dict[str, list[float]] = {each: [] for each in steps}
+        agains: dict[str, list[float]] = {each: [] for each in steps}
         for _ in range(rounds):
             for each, step in steps.items():
                 if device == "cuda":
                     walls[each].append(seconds(step, device))
                 times[each].append(busy_seconds(step, device, ahead=min(walls[each], default=0.0)))
+                if device == "cuda":
+                    agains[each] += [seconds(step, device) for _ in range(IN_A_ROW)]
                 move_on_(stepped[each])
         if device != "cuda":
-            walls = times
+            walls = agains = times
+        temporary = temporary_bytes(steps[name], device) / count  # before anybody asks for its state
         own = times[name]
         middle = statistics.median(own)
         tenths = statistics.quantiles(own, n=10, method="inclusive") if len(own) > 1 else own * 9
@@ -141,9 +152,11 @@ def measure(
             ratio=middle / statistics.median(times[BASE]),
             bandwidth=rival.traffic * count / middle / bandwidth,
             state=state_bytes(holders[name], device) / count,
-            temporary=temporary_bytes(steps[name], device) / count,
+            temporary=temporary,
             wall=1e3 * statistics.median(walls[name]),
             wall_ratio=statistics.median(walls[name]) / statistics.median(walls[BASE]),
+            again=1e3 * statistics.median(agains[name]),
+            again_ratio=statistics.median(agains[name]) / statistics.median(agains[BASE]),
         )
         del steps, holders, step, stepped, parameters
         gc.collect()

@@ -79,6 +79,7 @@ _TIMED = {
     "a Llama's 1.7B, H200": ("H200", "llama-1.7b", "ratio"),
     "320 × 1,000, two x86 cores": ("CPU", "small", "ratio"),
     "320 × 1,000, H200, wall": ("small", "small", "wall_ratio"),
+    "again": ("small", "small", "again_ratio"),
 }
 """Columns: of which record, what is stepped, and which number."""
 
