@@ -518,7 +518,7 @@ def test_doctor_says_who_looks_at_tensors(functions, capsys, monkeypatch):
     monkeypatch.setattr(doctor_of_machines, "missing", lambda kind: None)
     monkeypatch.setattr(doctor_of_machines.look, "functions", lambda: functions)
     assert main(["doctor"]) == 0
-    by = "Python, which takes longer" if functions is None else "C\n"
+    by = "Python, which takes longer" if functions is None else "C++\n"
     assert f"all tensors is looked up by {by}" in capsys.readouterr().out
 
 
