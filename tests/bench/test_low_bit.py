@@ -28,6 +28,7 @@ def run(module, monkeypatch, *flags):
     module.main()
 
 
+@pytest.mark.long
 def test_what_is_kept_and_how_exact_it_is(benchmark, monkeypatch, tmp_path, capsys):
     """2 bytes for 8-bit moments and 4 for each average; weights near those of moments in float32."""
     pytest.importorskip("torchao")

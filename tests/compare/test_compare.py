@@ -255,6 +255,7 @@ def test_too_little_data_says_how_much_is_needed():
         plan._check_passes(Run(steps=10**6), trial())
 
 
+@pytest.mark.long
 def test_a_method_whose_package_is_missing_is_left_out(room, tmp_path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     out = tmp_path / "c"

@@ -50,7 +50,7 @@ def test_a_study_from_its_runs_to_its_table_and_what_records_have_is_not_done_ag
     assert "settings are chosen from runs of which 36 are not done" in tables["basin"]()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_whose_checkpoint_is_gone_is_done_again_for_its_branch(tmp_path, monkeypatch):
     """As where settings are tuned first, of models that are too large to keep a checkpoint of each."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))

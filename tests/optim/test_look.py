@@ -31,7 +31,7 @@ def test_it_is_there():
     look.try_out(look.functions())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_crashes_is_not_used_nor_tried_again(fresh, monkeypatch):
     """As with a torch whose headers say otherwise than it is."""
     broken = fresh / "look.cpp"
