@@ -272,7 +272,7 @@ class _Launch:
         # step, which may be one that moves none, they begin as live.
         if self._stored != torch.float32 or tell or count == 1:
             averages = self._averages
-        told = Teller(self._device, self._sizes, self._block) if tell else None
+        teller = Teller(self._device, self._sizes, self._block) if tell else None
         how = (
             pull, averages, recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
             recipe.gap == "lookahead" and pull != "none", self._parts if self.leaves_sums(recipe) else 0,
@@ -283,14 +283,14 @@ class _Launch:
             (
                 self._table, self._grads, self._chunks, multiple, self._number(factor),
                 self._one if skip is None else self._number(skip), self._sums,
-                *(told.arrays if told is not None else (self._one, self._grads, self._one)),
+                *(teller.arrays if teller is not None else (self._one, self._grads, self._one)),
                 table, ages, t, *numbers,
             ),
         )  # fmt: skip
         if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
-        return [] if told is None else told.told()
+        return [] if teller is None else teller.told()
 
     def _step_kernel(self, how: tuple[Any, ...]) -> "_Kernel":
         from paceline.optim import kernel
@@ -384,7 +384,7 @@ class _Launch:
 
     def _run(self, kernel: "_Kernel", arguments: tuple[Any, ...]) -> None:
         if self._device.type == "cuda" and torch.cuda.current_device() == self._device.index:
-            kernel(arguments)
+            kernel(arguments)  # as mostly: to change devices and back takes longer than to ask
         else:
             with self._guard:
                 kernel(arguments)
