@@ -316,10 +316,15 @@ def test_what_averages_held_before_the_first_step_makes_no_difference(counted, m
     assert all(value.isfinite().all() for value in everything(optimizer).values())
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("change", CHANGES_OF_MOMENTS)
-def test_sums_of_second_moments_are_of_the_moments_as_they_are(change):
+def test_sums_of_second_moments_are_of_the_moments_as_they_are(change, few, monkeypatch):
     """A step leaves them for the next. Who changes a moment in between changes its sum, by whatever way."""
+    if not few:
+        monkeypatch.setattr(chunking, "TOTALS", 1)
+    clear_chunking()
     assert_same_bits(*with_and_without_memory(change, [(10, 10), (200,), (5,)], DEVICE))
+    clear_chunking()
 
 
 def test_what_is_kept_in_cache_changes_no_bit(monkeypatch):
@@ -333,16 +338,18 @@ def test_what_is_kept_in_cache_changes_no_bit(monkeypatch):
     assert_same_bits(*ended)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
     "bad, counted", [(None, "host"), (torch.nan, "host"), (None, "device"), (torch.inf, "device")]
 )
-def test_sums_of_many_chunks_and_of_many_tensors(bad, counted, monkeypatch):
-    """Cut into more segments and blocks than a test has sums for. One bad element: a whole tensor is left
-    out, also what other segments have of it."""
+def test_sums_of_many_chunks_and_of_many_tensors(bad, counted, few, monkeypatch):
+    """Cut into more segments and blocks than a test has sums for, or added up by one program. One bad
+    element: a whole tensor is left out, also what other segments have of it."""
     monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
-    monkeypatch.setattr(chunking, "WIDTH", 2)
-    monkeypatch.setattr(chunking, "TOTALS", 8)
-    chunking.segments.cache_clear()
+    if not few:
+        monkeypatch.setattr(chunking, "WIDTH", 2)
+        monkeypatch.setattr(chunking, "TOTALS", 8)
+    clear_chunking()
     shapes = [(9000,), (5,), (130,), (3, 3), (2000,), (1,)]  # of 1,024 elements or 128: up to 71 sums
     if not CUDA:
         shapes[0], shapes[4] = (900,), (600,)
@@ -357,9 +364,50 @@ def test_sums_of_many_chunks_and_of_many_tensors(bad, counted, monkeypatch):
             optimizer.state[parameters[0]]["exp_avg_sq"][3] = bad
         advance(optimizer, parameters, steps[2:])
         found.append(parameters)
-    chunking.segments.cache_clear()
+    clear_chunking()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def clear_chunking():
+    chunking.segments.cache_clear()
+    chunking.few.cache_clear()
+
+
+@pytest.mark.parametrize("change", ["another tensor begins", "another beta", "another group"])
+def test_the_mean_that_a_step_leaves_is_not_that_of_another_step(change):
+    """It is for the weights and β₂ of the next step as they were at this one; and a launch for tensors of
+    another age reads what the first launch of its step has read, not what that has left."""
+    found = []
+    for path in ({"fused": True}, {"foreach": False}):
+        one, other = parameters_of(shapes=[(40,), (300,)])
+        groups = [[one], [other]] if change == "another group" else [[one, other]]
+        optimizer = PACE([{"params": group} for group in groups], lr=1e-2, **path)
+        for t, (grad, second) in enumerate(gradients_of(8, [(40,), (300,)])):
+            begins = change == "another beta" or t > 2
+            set_gradients([one, other], [grad.float() * 3**t, second.float() if begins else None])
+            if change == "another beta" and t == 3:
+                optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+            optimizer.step()
+        found.append([one.detach(), other.detach()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_few_sums_and_many_have_the_same_mean(monkeypatch):
+    """To the bit here, where all sums are of integers, which no order of addition rounds."""
+    found = []
+    for totals in (4096, 1):
+        monkeypatch.setattr(chunking, "TOTALS", totals)
+        clear_chunking()
+        shapes = [(300,), (5,), (40, 8)]
+        parameters = parameters_of(shapes=shapes)
+        optimizer = PACE(parameters, lr=1e-2, betas=(0.9, 0.5), fused=True)
+        whole = [[(g * 8).round() for g in step] for step in gradients_of(4, shapes)]
+        advance(optimizer, parameters, whole)
+        found.append(everything(optimizer))
+    clear_chunking()
+    assert_same_bits(*found)
 
 
 def test_states_go_from_any_path_to_any_other():
@@ -659,12 +707,14 @@ for of, stored, rounding, wide in (
     (tl.bfloat16, tl.float32, "master", 3 + 4 * 2),
 ):
     settings = {"OF": of, "GRAD": of, "STORAGE": stored, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2}
-    settings |= {"SUMS": 1, "TELL": False, "ON_DEVICE": False, "ALIGNED": True, "GRAD_ALIGNED": True}
+    settings |= {"SUMS": 1, "ROOT": True, "TENSORS": 512, "PARTS": 8, "TELL": False, "ON_DEVICE": False}
+    settings |= {"ALIGNED": True, "GRAD_ALIGNED": True}
     settings |= {"MOMENTS": tl.float32 if rounding == "master" else of, "MOMENTUM": True}
     settings |= {"ROUNDING": rounding, "KEPT": "", "BLOCK": 1024, "FACTOR": True, "SKIP": True}
     types = dict.fromkeys(names, "fp32") | dict.fromkeys(("table", "grads", "chunks"), "*i64")
     pointers = dict.fromkeys(("factor", "skip", "sums", "numbers", "told", "sample"), "*fp32")
     types |= pointers | {"scale": "*fp32", "ages": "*i64", "picked": "*i64", "t": "i64"}
+    types |= {"starts": "*i64", "arrived": "*i32", "root": "*fp32", "share": "fp64"}
     types |= dict.fromkeys(settings, "constexpr")
     options = {"num_warps": 4, "enable_fp_fusion": False}
     for tell, kept in ((True, ""), (False, "evict_last"), (False, "")):

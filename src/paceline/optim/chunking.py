@@ -4,7 +4,7 @@ They are kept by their contents, and found again by another launch.
 """
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,25 @@ def segments(device: torch.device, sizes: tuple[int, ...], block: int, parts: in
     shape = {"BLOCKS": blocks, "TENSORS": at_once, "SEGMENTS": most}
     there, begins = (torch.tensor(own, dtype=torch.int64).to(device) for own in (places, starts))
     return Segments(there, begins, shape)
+
+
+class Few(NamedTuple):
+    """Sums of chunks that are so few that one program adds them all up."""
+
+    starts: Tensor  # int64: the first sum of each tensor
+    shape: tuple[int, int]  # TENSORS and PARTS of `leave_root` in kernel.py
+
+
+@lru_cache(maxsize=64)
+def few(device: torch.device, sizes: tuple[int, ...], block: int, parts: int) -> Few | None:
+    """As `segments`; None if they are not few."""
+    counts = [-(-size // block) * parts for size in sizes]
+    tensors, most = _power_of_2(len(sizes)), _power_of_2(max(counts))
+    if tensors * most > TOTALS:
+        return None
+    starts = list(accumulate(counts, initial=0))
+    starts += starts[-1:] * (tensors - len(sizes))
+    return Few(torch.tensor(starts, dtype=torch.int64).to(device), (tensors, most))
 
 
 def _power_of_2(number: int) -> int:

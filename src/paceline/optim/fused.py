@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim import chunking
-from paceline.optim.chunking import chunks, segments
+from paceline.optim.chunking import Few, chunks, segments
 from paceline.optim.members import Ages, Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
@@ -121,6 +121,7 @@ def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool
     ages = _ages(members, capturable)
     root: Tensor | None = None
     for launch in _launches(members, ages):
+        launch.elements = elements
         count = ages.at(launch.places[0])
         if capturable or count > 0:
             changes = None if capturable else members.changes_of_moments()
@@ -191,12 +192,17 @@ class _Launch:
         self._sums = torch.empty((self._programs, self._parts), dtype=torch.float32, device=self._device)
         self._segments = segments(self._device, self._sizes, self._block, self._parts)
         self._totals = torch.empty(len(self._segments.places), dtype=torch.float64, device=self._device)
+        self._few = chunking.few(self._device, self._sizes, self._block, self._parts)
         self._arrived = torch.zeros((), dtype=torch.int32, device=self._device)
         self._grads = torch.zeros(len(places), dtype=torch.int64, device=self._device)
         self._sent: array[int] = array("q")
         self._grads_aligned = False
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        self._root = torch.empty_like(self._one)
+        # A step that leaves a root for the next may itself read that which the last has left.
+        self._root, self._next_root = torch.empty_like(self._one), torch.empty_like(self._one)
+        self._share: float | None = None  # what sums count in `_root`, if a step has left it
+        self.elements = 0
+        """Of which the mean of second moments is taken; of other launches too. 0: of none."""
         ages = [slot.step.data_ptr() if slot.step.device == self._device else 0 for slot in self._slots]
         self._counts = torch.tensor(ages, dtype=torch.int64).to(self._device)
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
@@ -273,20 +279,27 @@ class _Launch:
         if self._stored != torch.float32 or tell or count == 1:
             averages = self._averages
         teller = Teller(self._device, self._sizes, self._block) if tell else None
+        few = self._few if self.leaves_sums(recipe) and self.elements and not recipe.capturable else None
+        share = 0.0 if few is None else _share(recipe.betas[1], count, self.elements)
         how = (
             pull, averages, recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
             recipe.gap == "lookahead" and pull != "none", self._parts if self.leaves_sums(recipe) else 0,
             tell, isinstance(factor, Tensor) or factor != 1, skip is not None, on_device, self._grads_aligned,
+            few is not None,
         )  # fmt: skip
         self._run(
             self._kernels.get(how) or self._step_kernel(how),
             (
                 self._table, self._grads, self._chunks, multiple, self._number(factor),
                 self._one if skip is None else self._number(skip), self._sums,
+                self._grads if few is None else few.starts, self._arrived, self._next_root,
                 *(teller.arrays if teller is not None else (self._one, self._grads, self._one)),
-                table, ages, t, *numbers,
+                table, ages, t, share, *numbers,
             ),
         )  # fmt: skip
+        self._share = None
+        if few is not None:
+            self._share, self._root, self._next_root = share, self._next_root, self._root
         if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(self._device))
@@ -295,11 +308,12 @@ class _Launch:
     def _step_kernel(self, how: tuple[Any, ...]) -> "_Kernel":
         from paceline.optim import kernel
 
-        pull, averages, rounding, lookahead, sums, tell, factor, skip, on_device, grads_aligned = how
+        pull, averages, rounding, lookahead, sums, tell, factor, skip, on_device, grads_aligned, root = how
         constants = {
             "OF": self._dtype, "GRAD": self._grad_dtype, "MOMENTS": self._moments,
             "MOMENTUM": self._slots[0].exp_avg is not None, "ROUNDING": rounding, "STORAGE": self._stored,
-            "PULL": pull, "LOOKAHEAD": lookahead, "AVERAGES": averages, "SUMS": sums, "TELL": tell,
+            "PULL": pull, "LOOKAHEAD": lookahead, "AVERAGES": averages, "SUMS": sums,
+            **self._constants_of_root(root), "TELL": tell,
             "FACTOR": factor, "SKIP": skip, "ON_DEVICE": on_device, "ALIGNED": self._aligned,
             "GRAD_ALIGNED": grads_aligned, "KEPT": self._kept, "BLOCK": self._block,
         }  # fmt: skip
@@ -350,10 +364,15 @@ class _Launch:
         last step, of that count, left v; of NaN, if they are counted on the device. Of sums that are at
         hand it is known how many `changes` there were. () float32, until it is asked for again."""
         anew = math.isnan(count)
-        if anew or self.added_up is None or self.added_up != changes:
-            self._add_up()
-            self.added_up = changes
-        share = 1 / elements if anew else 1 / (elements * (1 - beta2**count))
+        stale = anew or self.added_up is None or self.added_up != changes
+        self.added_up = changes
+        share = 1 / elements if anew else _share(beta2, count, elements)
+        few = None if anew else self._few
+        if stale or (few is not None and self._share != share):
+            self._add_up(few, share)
+        self._share = share
+        if few is not None:
+            return self._root
         places, starts, _ = self._segments
         own = self._sums, places, self._totals, self._arrived, starts, self._counts
         made = self._kernels.get(("mean", anew)) or self._mean_kernel(anew)
@@ -366,13 +385,19 @@ class _Launch:
         constants = {"ON_DEVICE": anew, "WIDTH": chunking.WIDTH, **self._segments.shape}
         return self._kernel(("mean", anew), mean, len(self._segments.places), constants, 16)
 
-    def _add_up(self) -> None:
+    def _add_up(self, few: Few | None, share: float) -> None:
         from paceline.optim.kernel_before import add_up
 
-        constants = {"MOMENTS": self._moments, "SUMS": self._parts, "ALIGNED": self._aligned}
-        constants |= {"BLOCK": self._block}
-        made = self._kernel(("add_up",), add_up, self._programs, constants, self._warps)
-        self._run(made, (self._table, self._chunks, self._sums))
+        root = few is not None
+        constants = {"MOMENTS": self._moments, "SUMS": self._parts, **self._constants_of_root(root)}
+        constants |= {"ALIGNED": self._aligned, "BLOCK": self._block}
+        made = self._kernel(("add_up", root), add_up, self._programs, constants, self._warps)
+        starts = self._grads if few is None else few.starts
+        self._run(made, (self._table, self._chunks, self._sums, starts, self._arrived, self._root, share))
+
+    def _constants_of_root(self, root: bool) -> dict[str, Any]:
+        tensors, parts = self._few.shape if root and self._few is not None else (0, 0)
+        return {"ROOT": root, "TENSORS": tensors, "PARTS": parts}
 
     def _kernel(
         self, how: tuple[object, ...], function: Any, programs: int, constants: dict[str, Any], warps: int
@@ -440,6 +465,12 @@ def _launch_of(compiled: Any, programs: int, device: torch.device) -> Callable[.
             run(programs, 1, 1, stream(device.index), *own, *arguments)
 
     return launch
+
+
+def _share(beta2: float, count: float, elements: int) -> float:
+    """What a sum of second moments counts in the mean of v̂, after so many steps."""
+    corrected: float = 1 - beta2**count
+    return 1 / (elements * corrected)
 
 
 def _has_calls(hook: Any) -> bool:

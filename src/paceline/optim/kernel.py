@@ -312,6 +312,33 @@ def store_sums(
         tl.store(sums + tl.arange(0, SUMS), tl.sum(tl.reshape(v, (SUMS, BLOCK // SUMS)), axis=1))
 
 
+@triton.jit
+def energies(parts, starts, tensors, PARTS: tl.constexpr):
+    """The sum of the parts of each tensor; `starts` says which is the first of each."""
+    first, last = tl.load(starts + tensors), tl.load(starts + tensors + 1)
+    own = first[:, None] + tl.arange(0, PARTS)[None, :]
+    # Past the first cache, which does not hear of what other programs write.
+    found = tl.load(parts + own, mask=own < last[:, None], other=0.0, cache_modifier=".cg")
+    return tl.sum(found.to(tl.float64), axis=1)
+
+
+@triton.jit
+def spared(energy):
+    """0 of tensors that have a NaN or Inf, or whose sum is below 0."""
+    return tl.where((energy - energy == 0.0) & (energy > 0.0), energy, 0.0)
+
+
+@triton.jit
+def leave_root(sums, starts, arrived, share, root, TENSORS: tl.constexpr, PARTS: tl.constexpr):
+    """The root of the sum over all tensors, times `share`: by the program that is the last to have left its
+    sums. `arrived` is how many have; 0 before and after."""
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        energy = energies(sums, starts, tl.arange(0, TENSORS), PARTS)
+        tl.store(root, tl.sqrt(tl.sum(spared(energy)) * share).to(tl.float32))
+        tl.store(arrived, 0)
+
+
 @triton.jit(do_not_specialize=["scale", "factor", "skip", "t"])  # which are not always as torch allocates
 def step(
     table,  # (tensors, COLUMNS) int64
@@ -321,12 +348,14 @@ def step(
     factor,  # () float32: how many times the gradient counts, if FACTOR
     skip,  # () float32: nothing is done unless it is 0, if SKIP
     sums,  # (programs, SUMS) float32: of the second moments of each chunk
+    starts, arrived, root,  # as in `leave_root`, if ROOT
     told,  # (programs, TOLD) float32, if TELL
     picked,  # (tensors, 2) int64: how far apart the elements of a sample are, and where in `sample` it begins
     sample,  # (all that are picked, 2) float32: gains and ratios, if TELL
     numbers,  # (tensors, NUMBERS) float32, instead of those that follow if ON_DEVICE
     ages,  # (tensors,) int64, instead of t if ON_DEVICE
     t,  # int64, the count of this step
+    share: tl.float64,  # as in `leave_root`
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
     keep, move, keep_returned, move_returned, fresh,
     OF: tl.constexpr,  # dtype of live
@@ -339,6 +368,9 @@ def step(
     LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr,  # how many of them move
     SUMS: tl.constexpr,  # of how many parts of a chunk to add up second moments; 0: of none
+    ROOT: tl.constexpr,  # whether they are few, and their root is left too
+    TENSORS: tl.constexpr,
+    PARTS: tl.constexpr,
     TELL: tl.constexpr,  # what it does; averages must be there
     FACTOR: tl.constexpr,
     SKIP: tl.constexpr,
@@ -385,3 +417,5 @@ def step(
             OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, TELL,
             ALIGNED, GRAD_ALIGNED, True, KEPT, BLOCK,
         )  # fmt: skip
+    if ROOT:
+        leave_root(sums, starts, arrived, share, root, TENSORS, PARTS)

@@ -4,20 +4,25 @@ step that is counted there."""
 import triton
 import triton.language as tl
 
-from paceline.optim.kernel import COLUMNS, LARGEST, NUMBERS, load, store_sums
+from paceline.optim.kernel import COLUMNS, LARGEST, NUMBERS, energies, leave_root, load, spared, store_sums
 
 
 @triton.jit
 def add_up(
-    table, chunks, sums, MOMENTS: tl.constexpr, SUMS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    table, chunks, sums, starts, arrived, root, share: tl.float64,
+    MOMENTS: tl.constexpr, SUMS: tl.constexpr, ROOT: tl.constexpr, TENSORS: tl.constexpr,
+    PARTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The `sums` that `step` would have left, to the bit, of second moments that it did not write."""
+    """The `sums`, and the `root`, that `step` would have left, to the bit, of second moments that it did not
+    write."""
     program = tl.program_id(0).to(tl.int64)
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     row, offsets = table + tensor * COLUMNS, tl.arange(0, BLOCK)
     count = tl.load(row + 5)
     v = load(tl.load(row + 2), first, offsets, count, MOMENTS, ALIGNED, True, "")
     store_sums(sums + program * SUMS, v, first, offsets, count, MOMENTS, True, SUMS, BLOCK)
+    if ROOT:
+        leave_root(sums, starts, arrived, share, root, TENSORS, PARTS)
 
 
 @triton.jit
@@ -63,14 +68,11 @@ def mean(
         total = tl.zeros((TENSORS,), tl.float64)
         for block in range(BLOCKS):
             tensors = block * TENSORS + tl.arange(0, TENSORS)
-            first, last = tl.load(starts + tensors), tl.load(starts + tensors + 1)
-            own = first[:, None] + tl.arange(0, SEGMENTS)[None, :]
-            # Past the first cache, which does not hear of what others write.
-            parts = tl.load(found + own, mask=own < last[:, None], other=0.0, cache_modifier=".cg")
-            energy = tl.sum(parts, axis=1)
+            energy = energies(found, starts, tensors, SEGMENTS)
             if ON_DEVICE:
-                energy /= 1.0 - tl.exp(log_beta2 * _ages(counts, tensors, first < last))
-            total += tl.where((energy - energy == 0.0) & (energy > 0.0), energy, 0.0)
+                there = tl.load(starts + tensors) < tl.load(starts + tensors + 1)
+                energy /= 1.0 - tl.exp(log_beta2 * _ages(counts, tensors, there))
+            total += spared(energy)
         tl.store(result, tl.sqrt(tl.sum(total) * share).to(tl.float32))
         tl.store(done, 0)
 
