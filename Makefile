@@ -39,7 +39,8 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	# Integrations import the trainers that they are for, which takes longer than many tests: make test has them.
-	$(PYTEST) -m "not slow and not long" --ignore=tests/integrations --ignore=src/paceline/integrations
+	# Nothing of it waits for other processes: a worker more would be imports.
+	$(PYTEST) -n auto -m "not slow and not long" --ignore=tests/integrations --ignore=src/paceline/integrations
 
 docs: $(READY)
 	# Without the variable the theme prints a notice about its own future on every build.

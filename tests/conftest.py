@@ -1,6 +1,7 @@
 """In what order tests run, JAX by itself, and Triton's interpreter where there is no GPU."""
 
 import os
+import re
 
 import torch
 
@@ -18,6 +19,8 @@ LONGEST = (
     "test_the_site",
 )
 
+ALL_SLOW = re.compile(r"^pytestmark = .*mark\.(slow|long)\b", re.MULTILINE)
+
 
 def pytest_collection_modifyitems(items):
     """The longest first; all others as they are."""
@@ -26,6 +29,10 @@ def pytest_collection_modifyitems(items):
 
 def pytest_ignore_collect(collection_path, config):
     """Tests with JAX run where they are asked for by name, as `make test` does after all others: a process
-    that has imported JAX must not fork, and workers that read samples are forked."""
-    by_name = any("test_optax" in argument for argument in config.args)
-    return True if collection_path.name == "test_optax.py" and not by_name else None
+    that has imported JAX must not fork, and workers that read samples are forked.
+
+    Files of slow tests only are not even imported by `make check`, to which that is a fifth of its time."""
+    if collection_path.name == "test_optax.py":
+        return True if not any("test_optax" in argument for argument in config.args) else None
+    fast = "not slow" in config.option.markexpr and collection_path.suffix == ".py"
+    return True if fast and ALL_SLOW.search(collection_path.read_text()) else None

@@ -13,7 +13,6 @@ import pytest
 import schedulefree
 import torch
 from scipy.optimize import minimize_scalar
-from sklearn.datasets import load_breast_cancer
 
 from paceline import Pullback, averaged_weights
 from paceline.control.bounds import alike_factor, convex_bound, convex_bound_tuned
@@ -1176,6 +1175,8 @@ def test_the_gradient_of_logistic_regression_is_unbiased():
 
 
 def test_on_real_data_the_average_beats_the_last_iterate_and_the_pull_helps():
+    from sklearn.datasets import load_breast_cancer  # two seconds, which other tests need not wait
+
     data, target = load_breast_cancer(return_X_y=True)
     features = (data - data.mean(axis=0)) / data.std(axis=0)
     loss = Logistic(features=features, labels=2.0 * target - 1, decay=0.01)
