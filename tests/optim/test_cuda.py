@@ -2,6 +2,7 @@
 
 import copy
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +262,42 @@ def test_moved_between_construction_and_first_step_and_later():
     other = PACE(moved.parameters())
     other.load_state_dict(optimizer.state_dict())  # saved on the GPU, loaded on the CPU
     assert other.state[moved.weight]["average"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("settings", [{}, {"average_dtype": "int8"}, {"capturable": True}])
+def test_a_state_that_is_replaced_makes_room_at_once(settings):
+    """As where a trainer moves it to the host while a model generates."""
+    parameter = torch.ones(2**20, device="cuda").requires_grad_()
+    optimizer = PACE([parameter], **settings)
+    parameter.grad = torch.ones_like(parameter)
+    for _ in range(3):
+        optimizer.step()
+    state = optimizer.state[parameter]
+    away = {key: value.cpu() for key, value in state.items() if value.numel() > 1}
+    size = sum(value.numel() * value.element_size() for value in away.values())
+    before = torch.cuda.memory_allocated()
+    state.update(away)
+    assert before - torch.cuda.memory_allocated() == size
+    state.update((key, value.cuda()) for key, value in away.items())
+    optimizer.step()
+    assert state["step"].item() == 4 and not torch.equal(state["exp_avg"].cpu(), away["exp_avg"])
+
+
+def test_a_graph_reads_on_what_was_replaced():
+    parameter = torch.ones(2**20, device="cuda").requires_grad_()
+    optimizer = PACE([parameter], capturable=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    state = optimizer.state[parameter]
+    there = weakref.ref(state["exp_avg"])
+    state["exp_avg"] = state["exp_avg"].clone()
+    optimizer.step()
+    assert there() is not None
+    graph.replay()
+    torch.cuda.synchronize()
 
 
 def test_temporary_memory_of_a_foreach_step():

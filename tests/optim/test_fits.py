@@ -240,6 +240,29 @@ def test_gradients_are_not_kept_alive(kind):
         assert kept() is None
 
 
+def test_a_state_that_is_replaced_makes_room_at_once(looks_in_c):
+    """As where a trainer moves it elsewhere until the next step; which goes on as if it had not."""
+    ended = []
+    for moves in (False, True):
+        parameters = [torch.full((40, 4), float(i)).requires_grad_() for i in range(3)]
+        optimizer = PACE(parameters, lr=1e-2, fused=True)
+        for t in range(6):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = torch.full((40, 4), float(t + i))
+            optimizer.step()
+            if not moves or t % 2:
+                continue
+            assert optimizer._fits._groups[0].looks_at_once is looks_in_c
+            for parameter in parameters:
+                state = optimizer.state[parameter]
+                for key in ("exp_avg", "exp_avg_sq", "average", "returned"):
+                    there = weakref.ref(state[key])
+                    state[key] = state[key].clone()
+                    assert there() is None
+        ended.append(everything(optimizer))
+    assert_same_bits(*ended)
+
+
 def test_one_pass_refuses_a_gradient_whose_memory_is_gone(looks_in_c):
     parameter = torch.ones(4).requires_grad_()
     optimizer = PACE([parameter], lr=1e-2, fused=True)

@@ -18,7 +18,7 @@ from paceline.optim.onepass import (
     NOT_ALIKE,
     NOT_PLAIN,
     Numbers,
-    averages_that_move,
+    averages_of,
     is_on_gpu,
     lie_alike,
     log_of,
@@ -93,8 +93,7 @@ def fused_step_(
     `pace_step_`. Where `skip`, () on the device, is not 0, nothing changes. `tell` gets what was done."""
     ages = _ages(members, recipe.capturable)
     for launch in _launches(members, ages):
-        if launch.set_gradients(members.addresses):
-            members.memo.setdefault("captured", []).append(launch)
+        _set_gradients(launch, members)
         told = launch.step_(ages.at(launch.places[0]), recipe, scale, factor, skip, tell is not None)
         # As before the step: whoever changes a moment in between only has them added up anew.
         if not launch.leaves_sums(recipe):
@@ -109,10 +108,15 @@ def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
     """As in sharded.py, of all members."""
     found = []
     for launch in _launches(members, _ages(members, capturable)):
-        if launch.set_gradients(members.addresses):
-            members.memo.setdefault("captured", []).append(launch)
+        _set_gradients(launch, members)
         found.append(launch.sums_of_gradients())
     return found
+
+
+def _set_gradients(launch: "_Launch", members: Members) -> None:
+    if launch.set_gradients(members.addresses):
+        # What a replay reads has to stay, also where somebody replaces it.
+        members.memo.setdefault("captured", []).append((launch, members.rests))
 
 
 def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> Tensor | None:
@@ -144,14 +148,15 @@ def _launches(members: Members, ages: Ages) -> "list[_Launch]":
                 "change of parameters or state, tells the device where they are"
             )
         alike: dict[object, list[int]] = {}
-        for i, (slot, grad) in enumerate(zip(members.rests, members.grads, strict=True)):
+        rests = members.rests
+        for i, (slot, grad) in enumerate(zip(rests, members.grads, strict=True)):
             if slot.live.numel():
                 live, dtypes = slot.live, (grad.dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
                 kind = live.device, live.dtype, *dtypes, _is_aligned(slot, members.states[i])
                 key = (*kind, ages.at(i) if ages.younger else None)
                 alike.setdefault(key, []).append(i)
         members.memo["younger"] = ages.younger
-        members.memo["launches"] = [_Launch(members, places) for places in alike.values()]
+        members.memo["launches"] = [_Launch(members, rests, places) for places in alike.values()]
     launches: list[_Launch] = members.memo["launches"]
     return launches
 
@@ -164,19 +169,19 @@ def _is_aligned(slot: Slot, state: State) -> bool:
 class _Launch:
     """Tensors that one launch advances, and where they are: of one device, precision, storage and age."""
 
-    def __init__(self, members: Members, places: list[int]) -> None:
+    def __init__(self, members: Members, rests: list[Slot], places: list[int]) -> None:
         self.places = places
         """Which of the members they are."""
-        self._slots = [members.rests[i] for i in places]
-        live = self._slots[0].live
-        self._device, self._dtype, self._stored = live.device, live.dtype, self._slots[0].average.dtype
-        self._grad_dtype, self._moments = members.grads[places[0]].dtype, self._slots[0].exp_avg_sq.dtype
-        self._averages = 1 if self._slots[0].returned is None else 2
+        slots = [rests[i] for i in places]
+        live = slots[0].live
+        self._device, self._dtype, self._stored = live.device, live.dtype, slots[0].average.dtype
+        self._grad_dtype, self._moments = members.grads[places[0]].dtype, slots[0].exp_avg_sq.dtype
+        self._momentum, self._averages = slots[0].exp_avg is not None, averages_of(slots[0])
         self._block, self._warps = TILES[self._stored, self._averages]
-        self._aligned = _is_aligned(self._slots[0], members.states[places[0]])
-        self._sizes = tuple(slot.live.numel() for slot in self._slots)
+        self._aligned = _is_aligned(slots[0], members.states[places[0]])
+        self._sizes = tuple(slot.live.numel() for slot in slots)
         rows = []
-        for slot, i in zip(self._slots, places, strict=True):
+        for slot, i in zip(slots, places, strict=True):
             state = members.states[i]
             others = (state.get(key) for key in (scale_key("average"), scale_key("returned"), "live_rest"))
             addresses = (0 if other is None else local(other).data_ptr() for other in others)
@@ -203,7 +208,7 @@ class _Launch:
         self._share: float | None = None  # what sums count in `_root`, if a step has left it
         self.elements = 0
         """Of which the mean of second moments is taken; of other launches too. 0: of none."""
-        ages = [slot.step.data_ptr() if slot.step.device == self._device else 0 for slot in self._slots]
+        ages = [slot.step.data_ptr() if slot.step.device == self._device else 0 for slot in slots]
         self._counts = torch.tensor(ages, dtype=torch.int64).to(self._device)
         # Pinned memory for captures: there before one begins, and for as long as it is replayed.
         self._spares = list[Tensor]()
@@ -211,11 +216,12 @@ class _Launch:
         self.added_up: int | None = None
         """What `changes_of_moments` was at the step that left the sums which are at hand; None: none did."""
         self._guard = torch.cuda.device(self._device if self._device.type == "cuda" else -1)
-        self._on_host = any(slot.average.device != live.device for slot in self._slots)
+        # In the host's memory, which torch gives to others once it is free while the device may still write
+        # there: these stay until that is done.
+        self._on_host = [slot for slot in slots if slot.average.device != live.device]
         self._done: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        # The device may still write into memory of the host, which torch gives to others once it is free.
         done: torch.cuda.Event | None = getattr(self, "_done", None)
         if done is not None:
             done.synchronize()
@@ -271,7 +277,7 @@ class _Launch:
         else:
             at, t = at_count(count, recipe), int(count)
             numbers = (*numbers_of(at, recipe, 1.0), float(count == 1))
-            pulls, averages = bool(at.pulling), averages_that_move(self._slots, at)
+            pulls, averages = bool(at.pulling), self._averages if at.averaging else 0
         pull = "none" if not pulls else "over" if recipe.gain in NUMERATORS else "uniform"
         multiple = self._number(scale) if recipe.gain == "scaled" and pulls else self._one
         # What live has beyond an average that rests changes too; to tell of one is to load it; and at a first
@@ -311,7 +317,7 @@ class _Launch:
         pull, averages, rounding, lookahead, sums, tell, factor, skip, on_device, grads_aligned, root = how
         constants = {
             "OF": self._dtype, "GRAD": self._grad_dtype, "MOMENTS": self._moments,
-            "MOMENTUM": self._slots[0].exp_avg is not None, "ROUNDING": rounding, "STORAGE": self._stored,
+            "MOMENTUM": self._momentum, "ROUNDING": rounding, "STORAGE": self._stored,
             "PULL": pull, "LOOKAHEAD": lookahead, "AVERAGES": averages, "SUMS": sums,
             **self._constants_of_root(root), "TELL": tell,
             "FACTOR": factor, "SKIP": skip, "ON_DEVICE": on_device, "ALIGNED": self._aligned,

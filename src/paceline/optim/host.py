@@ -62,7 +62,8 @@ def host_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Sc
     ages = members.ages()
     for part in _parts(members, ages):
         at = at_count(ages.at(part.places[0]), recipe, float(scale))
-        seed_averages_([members.rests[i] for i in part.places], at)
+        if at.t == 1:
+            seed_averages_([members.rests[i] for i in part.places])
         pull = _pull_at(at, recipe, part.dtype) if at.pulling else None
         for block, least in zip(part.blocks, part.take_least(), strict=True):
             own = block.at_step(members.grads)

@@ -236,6 +236,13 @@ uint64_t version_of(PyObject *dictionary)
 #endif
 }
 
+// Whether an entry is what it was; `value` is, if that is no tensor.
+bool is_entry(const Kept &before, PyObject *entry, PyObject *value)
+{
+    if (before.tensor == nullptr) return entry == value;
+    return is_plain(entry) && behind(entry) == before.tensor;
+}
+
 // Whether the states have the entries that they had.
 bool have_entries(Memory &memory, PyObject *states, PyObject *entries)
 {
@@ -253,7 +260,8 @@ bool have_entries(Memory &memory, PyObject *states, PyObject *entries)
             continue;
         }
         while (PyDict_Next(state, &position, &key, &entry)) {
-            if (seen >= kept || entry != PyList_GET_ITEM(entries, seen)) return false;
+            if (seen >= kept) return false;
+            if (!is_entry(memory.kept[static_cast<size_t>(seen)], entry, PyList_GET_ITEM(entries, seen))) return false;
             seen++;
         }
         before = version;
@@ -340,7 +348,8 @@ PyObject *look(Memory &memory, PyObject *const *lists, int64_t *addresses)
 
 // again(memory, params, params before, parameters, idle, states, entries, addresses): whether a gradient is
 // elsewhere than `addresses` says, into which their addresses are written, and the sum of the versions of
-// entries that are watched, which grows if any of them is changed. None if anything is not as it was.
+// entries that are watched, which grows if any of them is changed. None if anything is not as it was. Of
+// `entries` only those count that are no tensors.
 PyObject *again(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
     Memory *memory = count == 8 ? memory_of(arguments[0]) : nullptr;

@@ -7,9 +7,10 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import lru_cache
-from itertools import chain, repeat
-from operator import attrgetter, is_
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, not_
 from typing import Any, NamedTuple, TypeVar, final
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 from paceline.optim import look
 from paceline.optim.rule import Slot
 from paceline.optim.sharded import cut_of, local
-from paceline.optim.state import State
+from paceline.optim.state import State, keeps, real, residual_key
 
 States = MutableMapping[Tensor, State]
 _ONE = torch.ones((), dtype=torch.float64, device="cpu")  # which a number would be made into at each step
@@ -43,25 +44,46 @@ class Ages(NamedTuple):
         return self.first - self.younger[place] if self.younger else self.first
 
 
+def slot_of(parameter: Tensor, grad: Tensor, state: State) -> Slot:
+    """That of a parameter; of an average the code that stands for it until it is opened."""
+
+    def held(name: str) -> Tensor:
+        return real(state[name]) if name in state else state[residual_key(name)]
+
+    return Slot(
+        live=real(parameter),
+        grad=real(grad),
+        exp_avg=real(state["exp_avg"]) if "exp_avg" in state else None,
+        exp_avg_sq=real(state["exp_avg_sq"]),
+        average=held("average"),
+        returned=held("returned") if keeps(state, "returned") else None,
+        step=state["step"],
+    )
+
+
+def local_slot(slot: Slot) -> Slot:
+    """This rank's part."""
+    return Slot(*(None if array is None else local(array) for array in slot))  # type: ignore[arg-type]
+
+
 @final
 class Members:
     """Parameters that have a gradient."""
 
-    __slots__ = ("_grads", "addresses", "changes", "memo", "parameters", "rests", "states")
+    __slots__ = ("_grads", "_rests", "addresses", "changes", "memo", "parameters", "states")
 
     def __init__(
         self,
         parameters: list[Tensor],
         states: list[State],
-        rests: list[Slot],
+        rests: list[Slot] | None,
         memo: dict[str, Any],
         addresses: "array[int]",
         grads: list[Tensor] | None,
         changes: int | None = None,
     ) -> None:
         self.parameters, self.states = parameters, states
-        self.rests = rests
-        """Their slots, with live in place of the gradient."""
+        self._rests = rests
         self.memo = memo
         """What a path remembers of them, for as long as they are fit."""
         self.addresses = addresses
@@ -87,6 +109,15 @@ class Members:
         return Members(parameters, states, rests, memo, addresses, grads)
 
     @property
+    def rests(self) -> list[Slot]:
+        """Their slots, with live in place of the gradient. A path that goes by addresses keeps none: a state
+        that somebody replaces, to make room, must not be kept alive."""
+        if self._rests is not None:
+            return self._rests
+        pairs = zip(self.parameters, self.states, strict=True)
+        return [local_slot(slot_of(parameter, parameter, state)) for parameter, state in pairs]
+
+    @property
     def grads(self) -> list[Tensor]:
         """Of the parameters. A path that takes them by their addresses has no need of Python's tensors, which
         are made for it."""
@@ -99,12 +130,12 @@ class Members:
 
     def count_step(self, skip: Tensor | None = None) -> None:
         """Advance the count of each by one; by none where `skip`, on the device, is not 0."""
-        if skip is not None:
-            torch._foreach_add_([slot.step for slot in self.rests], (skip == 0).to(torch.float64))
-        elif "counts" in self.memo:
+        if skip is None and "counts" in self.memo:
             self.memo["counts"].advance()
-        else:
-            torch._foreach_add_([slot.step for slot in self.rests], 1)
+            return
+        if "steps" not in self.memo:
+            self.memo["steps"] = [slot.step for slot in self.rests]
+        torch._foreach_add_(self.memo["steps"], 1 if skip is None else (skip == 0).to(torch.float64))
 
     def ages(self) -> Ages:
         """How many steps each has taken."""
@@ -115,7 +146,7 @@ class Members:
         """A number that grows if anybody changes a second moment; of our own kernels torch does not know."""
         if self.changes is not None:
             return self.changes
-        return sum(slot.exp_avg_sq._version for slot in self.rests)
+        return sum(local(state["exp_avg_sq"])._version for state in self.states)
 
     def by_device(self) -> "dict[str, Members]":
         """Those on each kind of device."""
@@ -133,8 +164,17 @@ class Members:
 
         memo = self.memo.setdefault(kind, {})
         grads, addresses = own(self.grads), array("q", [self.addresses[i] for i in places])
-        lists = own(self.parameters), own(self.states), own(self.rests)
-        return Members(*lists, memo, addresses, grads, self.changes)
+        rests = None if self._rests is None else own(self._rests)
+        return Members(own(self.parameters), own(self.states), rests, memo, addresses, grads, self.changes)
+
+    def remembered(self) -> "Members":
+        """They without what must not be kept alive: gradients, and by addresses also states."""
+        rests = None if self.memo["one pass"] else self._rests
+        return Members(self.parameters, self.states, rests, self.memo, self.addresses, None)
+
+    def at_step(self, grads: list[Tensor], addresses: "array[int]") -> "Members":
+        """They with gradients, for one step alone."""
+        return Members(self.parameters, self.states, self._rests, self.memo, addresses, grads)
 
 
 @final
@@ -184,37 +224,41 @@ class Fit:
         self, params: list[Tensor], members: Members, states: list[State], settings: tuple[object, ...]
     ) -> None:
         self._params = list(params)
-        # Without the gradients, which must not be kept alive.
-        lists = members.parameters, members.states, members.rests, members.memo
-        self._members = Members(*lists, members.addresses, None)
+        self._members = members.remembered()
         self._parameters, self._memo = members.parameters, members.memo
         taking_part = set(map(id, members.parameters))
         self._idle = [parameter for parameter in params if id(parameter) not in taking_part]
         self._states = states
-        self._kept = list(_values(states))
-        arrays = [*self._parameters, *(kept for kept in self._kept if isinstance(kept, Tensor))]
+        kept = list(_values(states))
+        self._are_tensors = [isinstance(value, Tensor) for value in kept]
+        arrays = [*self._parameters, *compress(kept, self._are_tensors)]
         # Of what is cut over ranks, all that follows is about this rank's parts.
-        self._arrays = [array for array in arrays if cut_of(array) is None]
-        self._cut_arrays = [array for array in arrays if cut_of(array) is not None]
-        self._cuts = list(map(cut_of, self._parameters)) if self._cut_arrays else []
+        self._are_cut = [cut_of(array) is not None for array in arrays]
+        self._cuts = list(map(cut_of, self._parameters)) if any(self._are_cut) else []
         self._specs: list[object] = []
         parts = self._parts(self._parameters)
-        self._addresses = _addresses(self._all_parts())
+        self._addresses = _addresses(self._all_parts(kept))
         self._grad_addresses = members.addresses or _addresses(members.grads)
         self._looks, self._look_alike = _looks(members.grads), _look_of(members.grads)
         self._own_looks, self._own_alike = _looks(parts), _look_of(parts)
         self._settings = settings
         # The same questions in one call; of what is cut over ranks it knows nothing.
-        wanted = self._memo["one pass"] and not self._cut_arrays
-        wanted = wanted and not any(map(Tensor.is_inference, self._arrays))  # which have no versions
+        one_pass: bool = self._memo["one pass"]
+        wanted = one_pass and not self._cuts
+        wanted = wanted and not any(map(Tensor.is_inference, arrays))  # which have no versions
         functions = look.functions() if wanted else None
         self._look, self._remembered, self._now = None, None, self._grad_addresses[:]
         if functions is not None:
             watched = [key == "exp_avg_sq" for state in states for key in state]
-            grads = members.grads
             # None, if there is a tensor that is not plain.
-            self._remembered = functions.remember(self._parameters, grads, states, self._kept, watched)
+            self._remembered = functions.remember(self._parameters, members.grads, states, kept, watched)
             self._look = None if self._remembered is None else functions.again
+        self._kept: list[Any] = kept
+        """What the states held; of tensors None where C++ knows them, or what refers to them weakly."""
+        if self._look is not None:
+            self._kept = [None if isinstance(value, Tensor) else value for value in kept]
+        elif one_pass:
+            self._kept = [ref(value) if isinstance(value, Tensor) else value for value in kept]
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of parameters or gradients."""
@@ -222,8 +266,12 @@ class Fit:
             return tensors
         return list(map(_part if all(self._cuts) else local, tensors))
 
-    def _all_parts(self) -> list[Tensor]:
-        return [*map(_part, self._cut_arrays), *self._arrays] if self._cut_arrays else self._arrays
+    def _all_parts(self, kept: list[Any]) -> list[Tensor]:
+        """Of parameters and of what the states hold."""
+        arrays = [*self._parameters, *compress(kept, self._are_tensors)]
+        if not self._cuts:
+            return arrays
+        return [*map(_part, compress(arrays, self._are_cut)), *compress(arrays, map(not_, self._are_cut))]
 
     def _are_cut_as_parameters(self, grads: list[Any]) -> bool:
         if not all(map(isinstance, grads, repeat(Tensor))):
@@ -263,9 +311,7 @@ class Fit:
         grads = self._grads_again(params)
         if grads is None:
             return None
-        # They are for this step alone.
-        lists = members.parameters, members.states, members.rests, members.memo
-        return Members(*lists, self._grad_addresses, grads)
+        return members.at_step(grads, self._grad_addresses)
 
     def _changes_at_a_look(self, params: list[Tensor]) -> int | None:
         """What `Members.changes` is; None if anything is not as it was. By look.cpp."""
@@ -316,14 +362,18 @@ class Fit:
         return [kept for part in parts for kept in part.get("captured", ())]
 
     def _are_where_they_were(self) -> bool:
-        kept = list(_values(self._states))
-        if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
+        kept, before = list(_values(self._states)), self._kept
+        if len(kept) != len(before):
+            return False
+        if self._memo["one pass"]:
+            before = [value() if isinstance(value, ref) else value for value in before]
+        if not all(map(is_, kept, before)):
             return False
         # Also the same tensor may have been given other memory, on another device, or another order of it.
         parts = self._parts(self._parameters)
         if not self._own_alike(*parts) and _looks(parts) != self._own_looks:
             return False
-        return _are_at(self._all_parts(), self._addresses)
+        return _are_at(self._all_parts(kept), self._addresses)
 
 
 class Fits:

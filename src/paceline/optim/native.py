@@ -22,7 +22,7 @@ from paceline.optim.onepass import (
     NOT_ALIKE,
     NOT_PLAIN,
     Numbers,
-    averages_that_move,
+    averages_of,
     lie_alike,
     numbers_of,
     row_of,
@@ -109,9 +109,10 @@ def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: 
     for arrays in _alike(members, ages):
         arrays.set_gradients(members.addresses)
         at = at_count(ages.at(arrays.places[0]), recipe, float(scale))
-        seed_averages_(arrays.slots, at)
+        if at.t == 1:
+            seed_averages_([members.rests[i] for i in arrays.places])
         scalars = _Scalars(*numbers_of(at, recipe, float(at.scale), float(factor)))
-        averages = averages_that_move(arrays.slots, at)
+        averages = arrays.averages if at.averaging else 0
         pull = _PULLS[recipe.gain] if at.pulling else 0
         lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
         arrays.call(_library().paceline_step, ctypes.byref(scalars), pull, lookahead, averages)
@@ -141,10 +142,11 @@ def _alike(members: Members, ages: Ages) -> "list[_Arrays]":
     """The arrays of members of one age each."""
     if members.memo.get("younger") != ages.younger:
         places: dict[float, list[int]] = {}
-        for i in range(len(members.rests)):
+        rests = members.rests
+        for i in range(len(rests)):
             places.setdefault(ages.at(i), []).append(i)
         members.memo["younger"] = ages.younger
-        members.memo["arrays"] = [_Arrays(members.rests, own) for own in places.values()]
+        members.memo["arrays"] = [_Arrays(rests, own) for own in places.values()]
     found: list[_Arrays] = members.memo["arrays"]
     return found
 
@@ -155,10 +157,11 @@ class _Arrays:
     def __init__(self, rests: list[Slot], places: list[int]) -> None:
         self.places = places
         """Which of the members they are."""
-        self.slots = [rests[i] for i in places]
+        slots = [rests[i] for i in places]
+        self.averages = averages_of(slots[0])
         self.added_up: int | None = None
         """What `changes_of_moments` was at the step that left the sums which are at hand."""
-        self._tensors = array("q", [number for slot in self.slots for number in row_of(slot)])
+        self._tensors = array("q", [number for slot in slots for number in row_of(slot)])
         elements = self._tensors[6::7]
         self._count, self._elements = len(places), sum(elements)
         self._sums = array("d", bytes(8 * sum(-(-n // BLOCK) for n in elements)))

@@ -114,18 +114,17 @@ def log_of(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-def seed_averages_(slots: list[Slot], at: At) -> None:
+def seed_averages_(slots: list[Slot]) -> None:
     """At a first step; it is rare enough for a pass of its own."""
-    if at.t == 1:
-        for slot in slots:
-            for average in (slot.average, slot.returned):
-                if average is not None:
-                    seed_average_(average, slot.live, at.t)
+    for slot in slots:
+        for average in (slot.average, slot.returned):
+            if average is not None:
+                seed_average_(average, slot.live, t=1)
 
 
-def averages_that_move(slots: list[Slot], at: At) -> int:
-    """How many averages of each slot move at this step."""
-    return 0 if at.averaging is False else 1 if slots[0].returned is None else 2
+def averages_of(slot: Slot) -> int:
+    """How many a parameter has."""
+    return 1 if slot.returned is None else 2
 
 
 def row_of(slot: Slot) -> tuple[int, ...]:

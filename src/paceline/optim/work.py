@@ -13,12 +13,12 @@ from torch.optim.optimizer import _default_to_fused_or_foreach, _get_capturable_
 from paceline.optim import fused, host, native, packing
 from paceline.optim.checks import warn
 from paceline.optim.foreach import PLAIN, chunks, foreach_step_
-from paceline.optim.members import Fit, Fits, Members, States, count_together
+from paceline.optim.members import Fit, Fits, Members, States, count_together, local_slot, slot_of
 from paceline.optim.moments import ask_scale
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, Scalar, Slot, pace_step_
 from paceline.optim.sharded import OverRanks, cut_of, local, mesh_of, squares_of
-from paceline.optim.state import State, allocate, conform, keeps, name_of, real, residual_key
+from paceline.optim.state import State, allocate, conform, name_of, real
 from paceline.optim.told import Tell
 
 
@@ -83,7 +83,7 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits, compil
     slots = [_slot(states, parameter, group, number, i) for i, parameter in places]
     one_pass = not compiling and _takes_one_pass(group, number, places, slots)
     if one_pass or (not compiling and _goes_by_parts(group, slots)):
-        slots = [Slot(*map(_local, slot)) for slot in slots]
+        slots = list(map(local_slot, slots))
     own = [states[parameter] for parameter in parameters]
     fit = bool(own) and not compiling and Fit.can_be(parameters, own, slots)
     memo: dict[str, Any] = {"one pass": one_pass}
@@ -96,8 +96,9 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits, compil
         for (i, _), slot in zip(places, slots, strict=True):
             if reason := packing.refusal(slot.live, group):
                 raise RuntimeError(f"{name_of(group, number, i)} {reason}")
-    kept = [_beside(slot.live, state) for slot, state in zip(slots, own, strict=True)]
-    members = Members.of(parameters, kept, slots, one_pass, memo)
+    # One pass makes parts of what it takes from them, and keeps none.
+    beside = own if one_pass else [_beside(slot.live, state) for slot, state in zip(slots, own, strict=True)]
+    members = Members.of(parameters, beside, slots, one_pass, memo)
     if fit:
         fits.keep(number, Fit(group["params"], members, own, settings), states)
     return Work(group, members, _path(group, members), anew=True)
@@ -111,10 +112,6 @@ def _settings(group: dict[str, Any]) -> tuple[object, ...]:
 def will_tell(group: dict[str, Any], number: int, fits: Fits) -> bool:
     """Whether the next step of a group can tell what it does, as far as it can be known before it."""
     return fits.tell(number, _settings(group))
-
-
-def _local(array: Tensor | None) -> Any:
-    return None if array is None else local(array)
 
 
 def _beside(live: Tensor, state: State) -> State:
@@ -273,20 +270,7 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
     if not state:
         state = states[parameter] = allocate(parameter, group)
     conform(parameter, state, group, number, i)
-    return Slot(
-        live=real(parameter),
-        grad=real(grad),
-        exp_avg=real(state["exp_avg"]) if "exp_avg" in state else None,
-        exp_avg_sq=real(state["exp_avg_sq"]),
-        average=_held(state, "average"),
-        returned=_held(state, "returned") if keeps(state, "returned") else None,
-        step=state["step"],
-    )
-
-
-def _held(state: State, name: str) -> Tensor:
-    """An average, or the code that stands for it until it is opened."""
-    return real(state[name]) if name in state else state[residual_key(name)]
+    return slot_of(parameter, grad, state)
 
 
 def _check_capture(states: States, group: dict[str, Any], compiling: bool) -> None:
@@ -373,7 +357,7 @@ ONE_PASS = {
 def _refusal(slot: Slot) -> str | None:
     if not _is_cut_alike(slot):
         return "and its gradient and state are not cut alike over ranks"
-    reason: str | None = ONE_PASS[slot.live.device.type].refusal(Slot(*map(_local, slot)))
+    reason: str | None = ONE_PASS[slot.live.device.type].refusal(local_slot(slot))
     return reason
 
 
