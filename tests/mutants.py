@@ -980,15 +980,15 @@ STATE = [
     Mutant(
         "members-whatever-addresses",
         "members.py",
-        "return _are_at(self._all_parts(), self._addresses)",
+        "return _are_at(self._all_parts(kept), self._addresses)",
         "return True",
         (_FITS,),
     ),
     Mutant(
         "members-whatever-entries",
         "members.py",
-        " or not all(map(is_, kept, self._kept)):",
-        ":",
+        "if not all(map(is_, kept, before)):",
+        "if False:",
         (_FITS,),
     ),
     Mutant(
@@ -1029,9 +1029,37 @@ STATE = [
     Mutant(
         "look-whatever-entries",
         "look.cpp",
-        " || entry != PyList_GET_ITEM(entries, seen)) return false;",
-        ") return false;",
+        "return is_plain(entry) && behind(entry) == before.tensor;",
+        "return true;",
         (_LOOK, _FITS),
+    ),
+    Mutant(
+        "look-whatever-values",
+        "look.cpp",
+        "if (before.tensor == nullptr) return entry == value;",
+        "if (before.tensor == nullptr) return true;",
+        (_LOOK, _FITS),
+    ),
+    Mutant(
+        "members-keep-states-by-slots",
+        "members.py",
+        'rests = None if self.memo["one pass"] else self._rests',
+        "rests = self._rests",
+        (f"{_FITS}::test_a_state_that_is_replaced_makes_room_at_once",),
+    ),
+    Mutant(
+        "members-keep-states-beside-look",
+        "members.py",
+        "self._kept = [None if isinstance(value, Tensor) else value for value in kept]",
+        "self._kept = kept",
+        (f"{_FITS}::test_a_state_that_is_replaced_makes_room_at_once",),
+    ),
+    Mutant(
+        "members-keep-states-without-look",
+        "members.py",
+        "self._kept = [ref(value) if isinstance(value, Tensor) else value for value in kept]",
+        "self._kept = kept",
+        (f"{_FITS}::test_a_state_that_is_replaced_makes_room_at_once",),
     ),
     Mutant(
         "look-dictionaries-never-change",
@@ -1057,7 +1085,7 @@ STATE = [
     Mutant(
         "members-nothing-changes",
         "members.py",
-        "return sum(slot.exp_avg_sq._version for slot in self.rests)",
+        'return sum(local(state["exp_avg_sq"])._version for state in self.states)',
         "return 0",
         ("tests/optim/test_native.py",),
     ),
@@ -1478,10 +1506,10 @@ PACE = [
         (f"{_FUSED}::test_against_the_reference",),
     ),
     Mutant(
-        "onepass-averages-not-seeded",
-        "onepass.py",
-        "    if at.t == 1:\n",
-        "    if False:\n",
+        "native-averages-not-seeded",
+        "native.py",
+        "        if at.t == 1:\n",
+        "        if False:\n",
         ("tests/optim/test_native.py::test_what_averages_held_before_the_first_step_makes_no_difference",),
     ),
     Mutant(

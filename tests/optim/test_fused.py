@@ -475,7 +475,7 @@ def test_sharded_parameters_take_it_by_their_parts():
             assert all(torch.allclose(ours[k], theirs[k], rtol=1e-5, atol=1e-7) for k in ours)
         # A trainer may move a state elsewhere, to make room: nothing here keeps it.
         for key in ("exp_avg", "exp_avg_sq", "average"):
-            there = weakref.ref(other.state[cut[0]][key].to_local())
+            there = weakref.ref(other.state[cut[0]][key]._local_tensor)
             other.state[cut[0]][key] = other.state[cut[0]][key].clone()
             assert there() is None
     finally:
