@@ -39,6 +39,8 @@ def run(folder, size, scenarios):
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
+            # What is freed goes back at once, so that the size of a process is what it holds.
+            "MALLOC_MMAP_THRESHOLD_": "65536",
         }
         command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(folder), *scenarios]
         processes.append(
