@@ -351,6 +351,8 @@ class _Launch:
 
     def _number(self, number: Scalar) -> Tensor:
         """On the device; to read it here would be to wait for all that was asked before."""
+        if number is self._root:  # as mostly, and to ask torch takes longer
+            return self._root
         if isinstance(number, Tensor):
             return number.to(self._device, torch.float32)
         return self._one if number == 1 else torch.full_like(self._one, number)
