@@ -1036,7 +1036,7 @@ STATE = [
     Mutant(
         "look-whatever-values",
         "look.cpp",
-        "if (before.tensor == nullptr) return entry == value;",
+        "if (before.tensor == nullptr) return !PyObject_TypeCheck(entry, plain[0]);",
         "if (before.tensor == nullptr) return true;",
         (_LOOK, _FITS),
     ),
@@ -1050,15 +1050,15 @@ STATE = [
     Mutant(
         "members-keep-states-beside-look",
         "members.py",
-        "self._kept = [None if isinstance(value, Tensor) else value for value in kept]",
-        "self._kept = kept",
+        "self._kept: list[Any] = [] if self._look is not None else kept",
+        "self._kept, self._all = ([] if self._look is not None else kept), kept",
         (f"{_FITS}::test_a_state_that_is_replaced_makes_room_at_once",),
     ),
     Mutant(
         "members-keep-states-without-look",
         "members.py",
-        "self._kept = [ref(value) if isinstance(value, Tensor) else value for value in kept]",
-        "self._kept = kept",
+        "self._kept = [ref(value) if isinstance(value, Tensor) else value for value in self._kept]",
+        "pass",
         (f"{_FITS}::test_a_state_that_is_replaced_makes_room_at_once",),
     ),
     Mutant(

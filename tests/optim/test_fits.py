@@ -36,6 +36,12 @@ def _replace_moment(optimizer, parameter):
     optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, 0.5)
 
 
+def _replace_moment_that_somebody_keeps(optimizer, parameter):
+    """So that it has its memory all the same."""
+    parameter.kept = optimizer.state[parameter]["exp_avg"]
+    _replace_moment(optimizer, parameter)
+
+
 def _replace_memory_of_moment(optimizer, parameter):
     optimizer.state[parameter]["exp_avg_sq"].data = torch.full_like(parameter, 0.5)
 
@@ -114,7 +120,8 @@ def _nothing(optimizer, parameter):
 
 
 CHANGES = [
-    *(_nothing, _swap_memory, _transpose, _replace_moment, _replace_memory_of_moment),
+    *(_nothing, _swap_memory, _transpose, _replace_moment, _replace_moment_that_somebody_keeps),
+    _replace_memory_of_moment,
     *(_widen_memory_of_average, _replace_state),
     *(_drop_state, _ask_for_a_second_average, _reset_count, _replace_memory_of_count),
     *(_reverse_parameters, _make_parameters_a_tuple, _add_group),
@@ -224,6 +231,27 @@ def test_parameters_that_change_groups_are_noticed(kind):
         fast.grad, slow.grad = torch.ones(4), torch.ones(4)
         optimizer.step()
     assert torch.equal(fast, kept) and (slow < 1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_moment_that_lies_otherwise_in_the_same_memory_is_noticed(kind):
+    ended = []
+    for forgets in (False, True):
+        parameter = torch.ones(4, 4).requires_grad_()
+        optimizer = PACE([parameter], lr=0.1, gain="paper", **KINDS[kind])
+        for t in range(4):
+            parameter.grad = torch.arange(16.0).reshape(4, 4)
+            if t == 3:
+                optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].t()
+            if forgets:
+                optimizer._fits.clear()
+            if t == 3 and kind == "fused":
+                with pytest.raises(RuntimeError, match="do not lie alike"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        ended.append(everything(optimizer))
+    assert_same_bits(*ended)
 
 
 @pytest.mark.slow

@@ -236,19 +236,19 @@ uint64_t version_of(PyObject *dictionary)
 #endif
 }
 
-// Whether an entry is what it was; `value` is, if that is no tensor.
-bool is_entry(const Kept &before, PyObject *entry, PyObject *value)
+// Whether an entry is what it was; what is no tensor may be anything else that is none.
+bool is_entry(const Kept &before, PyObject *entry)
 {
-    if (before.tensor == nullptr) return entry == value;
+    if (before.tensor == nullptr) return !PyObject_TypeCheck(entry, plain[0]);
     return is_plain(entry) && behind(entry) == before.tensor;
 }
 
 // Whether the states have the entries that they had.
-bool have_entries(Memory &memory, PyObject *states, PyObject *entries)
+bool have_entries(Memory &memory, PyObject *states)
 {
     auto count = PyList_GET_SIZE(states);
     Py_ssize_t seen = 0, kept = static_cast<Py_ssize_t>(memory.kept.size());
-    if (count != static_cast<Py_ssize_t>(memory.versions.size()) || PyList_GET_SIZE(entries) != kept) return false;
+    if (count != static_cast<Py_ssize_t>(memory.versions.size())) return false;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count) fetch(PyList_GET_ITEM(states, i + AHEAD), sizeof(PyDictObject));
         PyObject *state = PyList_GET_ITEM(states, i), *key, *entry;
@@ -260,8 +260,7 @@ bool have_entries(Memory &memory, PyObject *states, PyObject *entries)
             continue;
         }
         while (PyDict_Next(state, &position, &key, &entry)) {
-            if (seen >= kept) return false;
-            if (!is_entry(memory.kept[static_cast<size_t>(seen)], entry, PyList_GET_ITEM(entries, seen))) return false;
+            if (seen >= kept || !is_entry(memory.kept[static_cast<size_t>(seen)], entry)) return false;
             seen++;
         }
         before = version;
@@ -321,11 +320,11 @@ bool are_idle(PyObject *parameters)
 PyObject *look(Memory &memory, PyObject *const *lists, int64_t *addresses)
 {
     PyObject *params = lists[0], *params_before = lists[1], *parameters = lists[2], *idle = lists[3];
-    PyObject *states = lists[4], *entries = lists[5];
+    PyObject *states = lists[4];
     auto count = memory.own.size();
     int64_t changes;
     if (PyList_GET_SIZE(parameters) != static_cast<Py_ssize_t>(count) || !are_same(params, params_before) ||
-        !have_entries(memory, states, entries) || !are_there(memory, changes) || !are_idle(idle))
+        !have_entries(memory, states) || !are_there(memory, changes) || !are_idle(idle))
         return nullptr;
     bool moved = false;
     for (size_t i = 0; i < count; i++) {
@@ -346,18 +345,17 @@ PyObject *look(Memory &memory, PyObject *const *lists, int64_t *addresses)
     return Py_BuildValue("(OL)", moved ? Py_True : Py_False, static_cast<long long>(changes));
 }
 
-// again(memory, params, params before, parameters, idle, states, entries, addresses): whether a gradient is
-// elsewhere than `addresses` says, into which their addresses are written, and the sum of the versions of
-// entries that are watched, which grows if any of them is changed. None if anything is not as it was. Of
-// `entries` only those count that are no tensors.
+// again(memory, params, params before, parameters, idle, states, addresses): whether a gradient is elsewhere
+// than `addresses` says, into which their addresses are written, and the sum of the versions of entries that are
+// watched, which grows if any of them is changed. None if anything is not as it was.
 PyObject *again(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    Memory *memory = count == 8 ? memory_of(arguments[0]) : nullptr;
-    for (Py_ssize_t i = 2; memory != nullptr && i < 7; i++)
+    Memory *memory = count == 7 ? memory_of(arguments[0]) : nullptr;
+    for (Py_ssize_t i = 2; memory != nullptr && i < 6; i++)
         if (!PyList_Check(arguments[i])) memory = nullptr;
     if (memory == nullptr) return PyErr_Format(PyExc_TypeError, "again takes a memory, lists and an array");
     Py_buffer buffer;
-    if (PyObject_GetBuffer(arguments[7], &buffer, PyBUF_WRITABLE) != 0) return nullptr;
+    if (PyObject_GetBuffer(arguments[6], &buffer, PyBUF_WRITABLE) != 0) return nullptr;
     PyObject *found = nullptr;
     try {
         if (buffer.len == static_cast<Py_ssize_t>(memory->own.size() * sizeof(int64_t)))

@@ -77,14 +77,15 @@ def try_out(module: Any) -> None:
         torch.ones(()).requires_grad_(),
     ]
     idle = [torch.ones(1).requires_grad_()]
-    states = [{"a": torch.ones(2), "b": torch.ones(3)} for _ in parameters]
+    states: list[dict[str, Any]] = [{"a": torch.ones(2), "b": torch.ones(3)} for _ in parameters]
+    states[2]["c"] = 0
     entries = [entry for state in states for entry in state.values()]
     grads = [torch.ones_like(parameter.detach()) for parameter in parameters]
-    memory = module.remember(parameters, grads, states, entries, [False, True] * len(parameters))
+    memory = module.remember(parameters, grads, states, entries, [*[False, True] * 3, False])
     addresses = array("q", bytes(8 * len(parameters)))
 
     def again() -> Any:
-        lists = (parameters, list(parameters), parameters, idle, states, entries)
+        lists = (parameters, list(parameters), parameters, idle, states)
         return module.again(memory, *lists, addresses)
 
     def expect(ok: bool) -> None:
@@ -118,6 +119,11 @@ def try_out(module: Any) -> None:
         changed.data = before.clone()
         expect(again() is None)
         changed.data = before
+        expect(again() is not None)
+    for state, key, other in ((states[1], "a", torch.ones(2)), (states[2], "c", torch.ones(1))):
+        before, state[key] = state[key], other
+        expect(again() is None)
+        state[key] = before
         expect(again() is not None)
     changes = again()[1]
     entries[0].add_(1)

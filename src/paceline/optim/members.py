@@ -253,12 +253,10 @@ class Fit:
             # None, if there is a tensor that is not plain.
             self._remembered = functions.remember(self._parameters, members.grads, states, kept, watched)
             self._look = None if self._remembered is None else functions.again
-        self._kept: list[Any] = kept
-        """What the states held; of tensors None where C++ knows them, or what refers to them weakly."""
-        if self._look is not None:
-            self._kept = [None if isinstance(value, Tensor) else value for value in kept]
-        elif one_pass:
-            self._kept = [ref(value) if isinstance(value, Tensor) else value for value in kept]
+        self._kept: list[Any] = [] if self._look is not None else kept
+        """What the states held, if C++ does not know it; of tensors, what refers to them weakly."""
+        if one_pass:
+            self._kept = [ref(value) if isinstance(value, Tensor) else value for value in self._kept]
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of parameters or gradients."""
@@ -316,7 +314,7 @@ class Fit:
     def _changes_at_a_look(self, params: list[Tensor]) -> int | None:
         """What `Members.changes` is; None if anything is not as it was. By look.cpp."""
         assert self._look is not None
-        lists = params, self._params, self._parameters, self._idle, self._states, self._kept
+        lists = params, self._params, self._parameters, self._idle, self._states
         found = self._look(self._remembered, *lists, self._now)
         if found is None:
             return None
