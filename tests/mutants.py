@@ -987,8 +987,8 @@ STATE = [
     Mutant(
         "members-whatever-entries",
         "members.py",
-        "if not all(map(is_, kept, before)):",
-        "if False:",
+        "if type(None) in set(map(type, tensors)) or not all(same):",
+        "if type(None) in set(map(type, tensors)):",
         (_FITS,),
     ),
     Mutant(
@@ -1041,6 +1041,20 @@ STATE = [
         (_LOOK, _FITS),
     ),
     Mutant(
+        "members-nothing-is-held",
+        "members.py",
+        "return self.grads, [list(state.values()) for state in self.states]",
+        "return self.grads",
+        ("tests/optim/test_native.py",),
+    ),
+    Mutant(
+        "members-none-for-a-tensor",
+        "members.py",
+        "if type(None) in set(map(type, tensors)) or not all(same):",
+        "if not all(same):",
+        (_FITS,),
+    ),
+    Mutant(
         "members-keep-states-by-slots",
         "members.py",
         'rests = None if self.memo["one pass"] else self._rests',
@@ -1057,8 +1071,8 @@ STATE = [
     Mutant(
         "members-keep-states-without-look",
         "members.py",
-        "self._kept = [ref(value) if isinstance(value, Tensor) else value for value in self._kept]",
-        "pass",
+        "self._kept = list(map(ref, compress(self._kept, self._are_tensors)))",
+        "self._kept = [lambda kept=kept: kept for kept in compress(self._kept, self._are_tensors)]",
         (f"{_FITS}::test_a_state_that_is_replaced_makes_room_at_once",),
     ),
     Mutant(
@@ -1459,9 +1473,9 @@ PACE = [
     Mutant(
         "fused-few-of-one-part",
         "chunking.py",
-        "tensors, most = _power_of_2(len(sizes)), _power_of_2(max(counts))",
-        "tensors, most = _power_of_2(len(sizes)), 1",
-        (f"{_FUSED}::test_few_sums_and_many_have_the_same_mean",),
+        "if not tensors or max(counts) > TOTALS // tensors:",
+        "if not tensors:",
+        (f"{_FUSED}::test_sums_of_many_chunks_and_of_many_tensors",),
     ),
     Mutant(
         "fused-sums-of-no-step",

@@ -68,8 +68,8 @@ def throughput():
 
 
 def storage_page():
-    stored = runs_of(RECORDS / "2026-11-16-defaults-7m-storages.jsonl")
-    lean = runs_of(RECORDS / "2026-11-16-defaults-7m-lean.jsonl")
+    stored = runs_of(RECORDS / "2026-11-18-defaults-7m-storages.jsonl")
+    lean = runs_of(RECORDS / "2026-11-18-defaults-7m-lean.jsonl")
     most = max(
         lost(stored[method.format(storage), 0.002], shadow)
         for method, shadow in WHOLE.values()

@@ -264,7 +264,7 @@ def test_moved_between_construction_and_first_step_and_later():
     assert other.state[moved.weight]["average"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("settings", [{}, {"average_dtype": "int8"}, {"capturable": True}])
+@pytest.mark.parametrize("settings", [{}, {"average_dtype": "int8"}, {"capturable": True}, {"offload": True}])
 def test_a_state_that_is_replaced_makes_room_at_once(settings):
     """As where a trainer moves it to the host while a model generates."""
     parameter = torch.ones(2**20, device="cuda").requires_grad_()
@@ -273,7 +273,7 @@ def test_a_state_that_is_replaced_makes_room_at_once(settings):
     for _ in range(3):
         optimizer.step()
     state = optimizer.state[parameter]
-    away = {key: value.cpu() for key, value in state.items() if value.numel() > 1}
+    away = {key: value.cpu() for key, value in state.items() if value.numel() > 1 and value.is_cuda}
     size = sum(value.numel() * value.element_size() for value in away.values())
     before = torch.cuda.memory_allocated()
     state.update(away)
@@ -283,17 +283,26 @@ def test_a_state_that_is_replaced_makes_room_at_once(settings):
     assert state["step"].item() == 4 and not torch.equal(state["exp_avg"].cpu(), away["exp_avg"])
 
 
-def test_a_graph_reads_on_what_was_replaced():
-    parameter = torch.ones(2**20, device="cuda").requires_grad_()
-    optimizer = PACE([parameter], capturable=True)
+@pytest.mark.parametrize(
+    "settings, key",
+    [
+        ({}, "exp_avg"),
+        ({"average_dtype": "int8"}, "average_scale"),
+        ({"rounding": "master"}, "live_rest"),
+    ],
+)
+def test_a_graph_reads_on_what_was_replaced(settings, key):
+    dtype = torch.bfloat16 if settings.get("rounding") == "master" else torch.float32
+    parameter = torch.ones(2**20, device="cuda", dtype=dtype).requires_grad_()
+    optimizer = PACE([parameter], capturable=True, **settings)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
     state = optimizer.state[parameter]
-    there = weakref.ref(state["exp_avg"])
-    state["exp_avg"] = state["exp_avg"].clone()
+    there = weakref.ref(state[key])
+    state[key] = state[key].clone()
     optimizer.step()
     assert there() is not None
     graph.replay()

@@ -291,6 +291,17 @@ def test_a_state_that_is_replaced_makes_room_at_once(looks_in_c):
     assert_same_bits(*ended)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_entry_of_somebody_else_may_become_none(kind):
+    parameter, optimizer = stepped(kind)
+    optimizer.state[parameter]["theirs"] = torch.ones(3)
+    parameter.grad = torch.ones(4, 4)
+    optimizer.step()
+    optimizer.state[parameter]["theirs"] = None
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].item() == 4
+
+
 def test_one_pass_refuses_a_gradient_whose_memory_is_gone(looks_in_c):
     parameter = torch.ones(4).requires_grad_()
     optimizer = PACE([parameter], lr=1e-2, fused=True)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -276,3 +277,25 @@ def test_a_forked_child_has_threads_of_its_own(threads, monkeypatch):
         os.kill(child, 9)
         pytest.fail("the child hangs")
     assert status == 0
+
+
+@pytest.mark.parametrize("called", ["paceline_step", "paceline_sums"])
+def test_what_c_works_on_is_held_while_it_does(called, monkeypatch):
+    """Other threads go on meanwhile, and may replace a state."""
+    parameter = torch.ones(10).requires_grad_()
+    optimizer = PACE([parameter], lr=1e-2, fused=True)
+    real, seen = native._Arrays.call, []
+
+    def call(arrays, function, *more):
+        if optimizer.state[parameter]["step"].item() > 1 and function is getattr(native._library(), called):
+            there = weakref.ref(optimizer.state[parameter]["exp_avg_sq"])
+            optimizer.state[parameter]["exp_avg_sq"] = torch.ones(10)
+            seen.append(there() is not None)
+        real(arrays, function, *more)
+
+    monkeypatch.setattr(native._Arrays, "call", call)
+    for _ in range(3):
+        parameter.grad = torch.ones(10)
+        optimizer.step()
+        optimizer.state[parameter]["exp_avg_sq"].add_(1)  # so that they are added up anew
+    assert seen and all(seen)

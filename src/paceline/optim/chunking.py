@@ -52,6 +52,11 @@ def segments(device: torch.device, sizes: tuple[int, ...], block: int, parts: in
     return Segments(there, begins, shape)
 
 
+AT_ONCE = (1, 8, 64, 512, 4096)
+"""Tensors that one program may add up the sums of, each of as many as TOTALS has room for: few kinds, as each
+is a kernel of its own to compile."""
+
+
 class Few(NamedTuple):
     """Sums of chunks that are so few that one program adds them all up."""
 
@@ -63,12 +68,12 @@ class Few(NamedTuple):
 def few(device: torch.device, sizes: tuple[int, ...], block: int, parts: int) -> Few | None:
     """As `segments`; None if they are not few."""
     counts = [-(-size // block) * parts for size in sizes]
-    tensors, most = _power_of_2(len(sizes)), _power_of_2(max(counts))
-    if tensors * most > TOTALS:
+    tensors = next((most for most in AT_ONCE if len(sizes) <= most <= TOTALS), 0)
+    if not tensors or max(counts) > TOTALS // tensors:
         return None
     starts = list(accumulate(counts, initial=0))
     starts += starts[-1:] * (tensors - len(sizes))
-    return Few(torch.tensor(starts, dtype=torch.int64).to(device), (tensors, most))
+    return Few(torch.tensor(starts, dtype=torch.int64).to(device), (tensors, TOTALS // tensors))
 
 
 def _power_of_2(number: int) -> int:

@@ -116,7 +116,7 @@ def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
 def _set_gradients(launch: "_Launch", members: Members) -> None:
     if launch.set_gradients(members.addresses):
         # What a replay reads has to stay, also where somebody replaces it.
-        members.memo.setdefault("captured", []).append((launch, members.rests))
+        members.memo.setdefault("captured", []).append((launch, members.hold()))
 
 
 def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> Tensor | None:
@@ -148,7 +148,7 @@ def _launches(members: Members, ages: Ages) -> "list[_Launch]":
                 "change of parameters or state, tells the device where they are"
             )
         alike: dict[object, list[int]] = {}
-        rests = members.rests
+        rests = members.rests()
         for i, (slot, grad) in enumerate(zip(rests, members.grads, strict=True)):
             if slot.live.numel():
                 live, dtypes = slot.live, (grad.dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
@@ -218,7 +218,8 @@ class _Launch:
         self._guard = torch.cuda.device(self._device if self._device.type == "cuda" else -1)
         # In the host's memory, which torch gives to others once it is free while the device may still write
         # there: these stay until that is done.
-        self._on_host = [slot for slot in slots if slot.average.device != live.device]
+        averages = [average for slot in slots for average in (slot.average, slot.returned)]
+        self._on_host = [each for each in averages if each is not None and each.device != live.device]
         self._done: torch.cuda.Event | None = None
 
     def __del__(self) -> None:

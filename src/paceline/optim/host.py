@@ -63,7 +63,8 @@ def host_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Sc
     for part in _parts(members, ages):
         at = at_count(ages.at(part.places[0]), recipe, float(scale))
         if at.t == 1:
-            seed_averages_([members.rests[i] for i in part.places])
+            rests = members.rests()
+            seed_averages_([rests[i] for i in part.places])
         pull = _pull_at(at, recipe, part.dtype) if at.pulling else None
         for block, least in zip(part.blocks, part.take_least(), strict=True):
             own = block.at_step(members.grads)
@@ -170,10 +171,11 @@ def _parts(members: Members, ages: Ages) -> "list[_Part]":
     """Members of one age and precision each."""
     if members.memo.get("younger") != ages.younger:
         alike: dict[object, list[int]] = {}
-        for i, slot in enumerate(members.rests):
+        rests = members.rests()
+        for i, slot in enumerate(rests):
             alike.setdefault((slot.live.dtype, ages.at(i)), []).append(i)
         members.memo["younger"] = ages.younger
-        members.memo["parts"] = [_Part(members.rests, places) for places in alike.values()]
+        members.memo["parts"] = [_Part(rests, places) for places in alike.values()]
     found: list[_Part] = members.memo["parts"]
     return found
 

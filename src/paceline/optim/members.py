@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import lru_cache
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, not_
+from operator import attrgetter, call, is_, not_
 from typing import Any, NamedTuple, TypeVar, final
 from weakref import ref
 
@@ -108,10 +108,9 @@ class Members:
         rests = [slot._replace(grad=slot.live) for slot in slots]
         return Members(parameters, states, rests, memo, addresses, grads)
 
-    @property
     def rests(self) -> list[Slot]:
-        """Their slots, with live in place of the gradient. A path that goes by addresses keeps none: a state
-        that somebody replaces, to make room, must not be kept alive."""
+        """Their slots, with live in place of the gradient. A path that goes by addresses keeps none, and they
+        are made: a state that somebody replaces, to make room, must not be kept alive."""
         if self._rests is not None:
             return self._rests
         pairs = zip(self.parameters, self.states, strict=True)
@@ -125,7 +124,7 @@ class Members:
 
     def slots(self) -> list[Slot]:
         """One for each."""
-        pairs = zip(self.rests, self.grads, strict=True)
+        pairs = zip(self.rests(), self.grads, strict=True)
         return [Slot(slot[0], grad, *slot[2:]) for slot, grad in pairs]
 
     def count_step(self, skip: Tensor | None = None) -> None:
@@ -134,13 +133,13 @@ class Members:
             self.memo["counts"].advance()
             return
         if "steps" not in self.memo:
-            self.memo["steps"] = [slot.step for slot in self.rests]
+            self.memo["steps"] = [slot.step for slot in self.rests()]
         torch._foreach_add_(self.memo["steps"], 1 if skip is None else (skip == 0).to(torch.float64))
 
     def ages(self) -> Ages:
         """How many steps each has taken."""
         counts: Counts | None = self.memo.get("counts")
-        return Ages.of([slot.step.item() for slot in self.rests]) if counts is None else counts.ages()
+        return Ages.of([state["step"].item() for state in self.states]) if counts is None else counts.ages()
 
     def changes_of_moments(self) -> int:
         """A number that grows if anybody changes a second moment; of our own kernels torch does not know."""
@@ -152,7 +151,7 @@ class Members:
         """Those on each kind of device."""
         if "places" not in self.memo:
             places: dict[str, list[int]] = {}
-            for i, slot in enumerate(self.rests):
+            for i, slot in enumerate(self.rests()):
                 places.setdefault(slot.live.device.type, []).append(i)
             self.memo["places"] = places
         places = self.memo["places"]
@@ -166,6 +165,11 @@ class Members:
         grads, addresses = own(self.grads), array("q", [self.addresses[i] for i in places])
         rests = None if self._rests is None else own(self._rests)
         return Members(own(self.parameters), own(self.states), rests, memo, addresses, grads, self.changes)
+
+    def hold(self) -> object:
+        """All that keeps gradients and states in memory: for who goes on by their addresses while somebody
+        else may drop them."""
+        return self.grads, [list(state.values()) for state in self.states]
 
     def remembered(self) -> "Members":
         """They without what must not be kept alive: gradients, and by addresses also states."""
@@ -254,9 +258,9 @@ class Fit:
             self._remembered = functions.remember(self._parameters, members.grads, states, kept, watched)
             self._look = None if self._remembered is None else functions.again
         self._kept: list[Any] = [] if self._look is not None else kept
-        """What the states held, if C++ does not know it; of tensors, what refers to them weakly."""
+        """What the states held, if C++ does not know it; by one pass, what refers weakly to the tensors."""
         if one_pass:
-            self._kept = [ref(value) if isinstance(value, Tensor) else value for value in self._kept]
+            self._kept = list(map(ref, compress(self._kept, self._are_tensors)))
 
     def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of parameters or gradients."""
@@ -360,12 +364,14 @@ class Fit:
         return [kept for part in parts for kept in part.get("captured", ())]
 
     def _are_where_they_were(self) -> bool:
-        kept, before = list(_values(self._states)), self._kept
-        if len(kept) != len(before):
+        kept = list(_values(self._states))
+        if len(kept) != len(self._are_tensors):
             return False
-        if self._memo["one pass"]:
-            before = [value() if isinstance(value, ref) else value for value in before]
-        if not all(map(is_, kept, before)):
+        tensors = list(compress(kept, self._are_tensors))
+        same = (
+            map(is_, tensors, map(call, self._kept)) if self._memo["one pass"] else map(is_, kept, self._kept)
+        )
+        if type(None) in set(map(type, tensors)) or not all(same):  # what refers to nothing gives None too
             return False
         # Also the same tensor may have been given other memory, on another device, or another order of it.
         parts = self._parts(self._parameters)

@@ -104,13 +104,13 @@ def missing() -> str | None:
 
 def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
     """One step for all members, in place, whose counts are advanced already; the rest as in `pace_step_`."""
-    held = members.grads  # Python runs on in other threads, where somebody may drop them
     ages = members.ages()
     for arrays in _alike(members, ages):
         arrays.set_gradients(members.addresses)
         at = at_count(ages.at(arrays.places[0]), recipe, float(scale))
         if at.t == 1:
-            seed_averages_([members.rests[i] for i in arrays.places])
+            rests = members.rests()
+            seed_averages_([rests[i] for i in arrays.places])
         scalars = _Scalars(*numbers_of(at, recipe, float(at.scale), float(factor)))
         averages = arrays.averages if at.averaging else 0
         pull = _PULLS[recipe.gain] if at.pulling else 0
@@ -121,7 +121,6 @@ def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: 
             arrays.added_up = None
         elif arrays.added_up is None:
             arrays.added_up = members.changes_of_moments()
-    del held
 
 
 def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> float | None:
@@ -142,7 +141,7 @@ def _alike(members: Members, ages: Ages) -> "list[_Arrays]":
     """The arrays of members of one age each."""
     if members.memo.get("younger") != ages.younger:
         places: dict[float, list[int]] = {}
-        rests = members.rests
+        rests = members.rests()
         for i in range(len(rests)):
             places.setdefault(ages.at(i), []).append(i)
         members.memo["younger"] = ages.younger

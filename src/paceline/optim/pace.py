@@ -303,7 +303,7 @@ class PACE(Averaging):
         if skip is not None:
             refuse_to_skip(works)
         scale = scale_of()
-        for group, members, path, anew in works:
+        for group, members, path, anew, _ in works:
             if anew:
                 self._seed_again(members.parameters, group)
             if members.parameters:

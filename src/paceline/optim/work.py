@@ -39,6 +39,7 @@ class Work(NamedTuple):
     members: Members
     path: Path
     anew: bool  # the members were not as at the last step
+    held: object  # what must stay in memory until all is done
 
     def can_skip(self) -> bool:
         """Whether it can be skipped on the device."""
@@ -77,7 +78,7 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits, compil
     _check_capture(states, group, compiling)
     members = None if compiling else fits.again(number, group["params"], settings)
     if members is not None:
-        return Work(group, members, _path(group, members), anew=False)
+        return Work(group, members, _path(group, members), False, _held(members))
     places = [(i, parameter) for i, parameter in enumerate(group["params"]) if parameter.grad is not None]
     parameters = [parameter for _, parameter in places]
     slots = [_slot(states, parameter, group, number, i) for i, parameter in places]
@@ -101,7 +102,13 @@ def _plan(states: States, group: dict[str, Any], number: int, fits: Fits, compil
     members = Members.of(parameters, beside, slots, one_pass, memo)
     if fit:
         fits.keep(number, Fit(group["params"], members, own, settings), states)
-    return Work(group, members, _path(group, members), anew=True)
+    return Work(group, members, _path(group, members), True, _held(members))
+
+
+def _held(members: Members) -> object:
+    """While C works on what lies at addresses, other threads go on and may replace it. What a GPU works on is
+    not given to others before that is done."""
+    return members.hold() if members.memo["one pass"] and "cpu" in members.by_device() else None
 
 
 def _settings(group: dict[str, Any]) -> tuple[object, ...]:
@@ -248,7 +255,9 @@ def _path(group: dict[str, Any], members: Members) -> Path:
     if _takes_host(group, members):
         return _host_step_
     path = (
-        foreach_step_ if _takes_foreach(group, [local(slot.live) for slot in members.rests]) else _loop_step_
+        foreach_step_
+        if _takes_foreach(group, [local(slot.live) for slot in members.rests()])
+        else _loop_step_
     )
     return partial(_packed_step_, path, group) if members.memo["packed"] else partial(_plain_step_, path)
 

@@ -141,7 +141,7 @@ def lost(losses: Iterable[Mapping[str, float]], shadow: str) -> float:
 
 def whole_runs(folder: Path) -> str:
     """Held-out losses by storage."""
-    runs = runs_of(folder / "2026-11-16-defaults-7m-storages.jsonl")
+    runs = runs_of(folder / "2026-11-18-defaults-7m-storages.jsonl")
     body = []
     for title, (method, shadow) in WHOLE.items():
         of = {storage: runs[method.format(storage), 0.002] for storage in STORAGES}
