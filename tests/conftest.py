@@ -31,7 +31,7 @@ def pytest_ignore_collect(collection_path, config):
     """Tests with JAX run where they are asked for by name, as `make test` does after all others: a process
     that has imported JAX must not fork, and workers that read samples are forked.
 
-    Files of slow tests only are not even imported by `make check`, to which that is a fifth of its time."""
+    Files of slow tests only are not even imported by `make check`, which has no use for them."""
     if collection_path.name == "test_optax.py":
         return True if not any("test_optax" in argument for argument in config.args) else None
     fast = "not slow" in config.option.markexpr and collection_path.suffix == ".py"

@@ -32,7 +32,7 @@ from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, at_count, gain_lim
 
 BLOCK = 2**20
 """Elements at a time. Fewer fit into smaller caches, but an operation has to wake threads, and that takes
-longer than it saves: on two x86 cores a quarter of as many elements takes up to 15 % longer."""
+longer than it saves: on two x86 cores a quarter of as many elements takes up to a fifth longer."""
 
 FEWEST = 2**14
 """Elements of a tensor that has blocks of its own; smaller ones are gathered. For those, to ask for the least
