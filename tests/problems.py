@@ -1,13 +1,20 @@
 """Parameters, gradients, models and settings that many tests share."""
 
 import copy
+import os
+import shutil
 
+import pytest
 import torch
 from torch import nn
 
 from paceline import PACE
 from paceline.experiments.bench.measure import temporary_bytes
 
+needs_compiler = pytest.mark.skipif(
+    not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")),
+    reason="needs a C compiler",
+)
 PATHS = [False, True]  # foreach: the loop, which is the reference, and the list path
 SHAPES = [(4, 3), (5,), (), (2, 3, 2)]
 

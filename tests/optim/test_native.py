@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from problems import (
     everything,
     make_gradients,
     make_parameters,
+    needs_compiler,
     run,
     set_gradients,
     with_and_without_memory,
@@ -28,10 +28,7 @@ from reference import distances, of_the_same_state, step_model
 from paceline import PACE, averaged_weights
 from paceline.optim import look, native
 
-pytestmark = pytest.mark.skipif(
-    not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")),
-    reason="needs a C compiler",
-)
+pytestmark = needs_compiler
 
 OFFERED = {name: v for name, v in VARIANTS.items() if v.get("gain") != "relative"}
 OFFERED["no_momentum_scaled"] = {"gain": "scaled", "betas": (0.0, 0.95), "pullback_strength": 30.0}

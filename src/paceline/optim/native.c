@@ -3,6 +3,8 @@
  * Sixteen elements at a time, one line of cache of each array, so that no line is asked for twice: arrays of
  * one size often begin at the same place of a page and would push each other out of the cache. For the same
  * reason averages are moved after a piece of weights, which are still in the cache: fewer arrays at a time.
+ * Averages of which only residuals are kept are opened and closed a piece at a time, in memory that stays in
+ * the first cache.
  *
  * Built without contraction: a product and a sum are two roundings here, on every machine and for every way of
  * sharing the work out, so that results depend neither on threads nor on the kind of CPU.
@@ -13,6 +15,7 @@
 #define LINE 16
 #define PIECE 512
 #define BLOCK 1024 /* elements whose second moments are added up together */
+#define SHARING 128 /* neighbours that share a scale; a piece has whole ones of them */
 
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define EVERY_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -24,9 +27,10 @@ typedef struct {
     float *live;
     const float *grad;
     float *exp_avg, *exp_avg_sq;
-    float *average;  /* the target of the pull */
-    float *returned; /* a second average; not looked at where there is one only */
+    void *average;  /* the target of the pull, kept as its storage says */
+    void *returned; /* a second average; not looked at where there is one only */
     int64_t elements;
+    float *average_scale, *returned_scale; /* of int8 */
 } Tensor;
 
 typedef struct {
@@ -44,6 +48,7 @@ typedef struct {
 } Scalars;
 
 enum { NO_PULL, OVER_DENOMINATOR, UNIFORM };
+enum { FLOAT32, BFLOAT16, INT8 }; /* storages of averages; of the last two, that of what live has beyond them */
 
 static inline __attribute__((always_inline)) void
 advance(const int count, float *restrict live, const float *restrict grad, float *restrict exp_avg,
@@ -91,9 +96,97 @@ move_average(float *restrict average, const float *restrict live, int64_t count,
 {
     if (keep == 0.0f)
         for (int64_t i = 0; i < count; i++) average[i] = live[i];
-    else
+    else if (move != 0.0f) /* else it rests, also beside an infinite weight */
         for (int64_t i = 0; i < count; i++) average[i] = average[i] * keep + live[i] * move;
 }
+
+/* --- Residuals in few bits: storage.py says it, and what follows is the same to the bit ---------------- */
+
+#define NOT_FINITE 0x7F800000u /* the least bits of a magnitude that is not */
+
+typedef union {
+    float number;
+    uint32_t bits;
+} Word;
+
+static inline uint32_t mix(uint32_t x)
+{
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+/* Elements first to first + count of an average beside live weights, which are those before the step. */
+static EVERY_CPU __attribute__((noinline)) void
+open_average(float *restrict average, const void *restrict kept, const float *restrict scale,
+             const float *restrict live, int64_t first, int count, int storage)
+{
+    live += first;
+    if (storage == BFLOAT16) {
+        const uint16_t *codes = (const uint16_t *)kept + first;
+        for (int i = 0; i < count; i++) {
+            Word residual = {.bits = (uint32_t)codes[i] << 16};
+            average[i] = live[i] - residual.number;
+        }
+        return;
+    }
+    const int8_t *codes = (const int8_t *)kept + first;
+    for (int i = 0; i < count;) {
+        const float own = scale[(first + i) / SHARING];
+        const int end = i + SHARING < count ? i + SHARING : count;
+        for (; i < end; i++) average[i] = live[i] - codes[i] * own;
+    }
+}
+
+/* The way back, beside the weights after the step; `average` is used up, `seed` is mix(2 * t + salt). In loops of
+ * 32 bits, and others that narrow: mixed, half of a vector would stay empty. */
+static EVERY_CPU __attribute__((noinline)) void
+close_average(float *restrict average, void *restrict kept, float *restrict scale,
+              const float *restrict live, int64_t first, int count, int storage, uint32_t seed)
+{
+    const uint32_t place = (uint32_t)first;
+    uint32_t words[PIECE];
+    live += first;
+    if (storage == BFLOAT16) {
+        for (int i = 0; i < count; i++) {
+            const Word residual = {.number = live[i] - average[i]};
+            const uint32_t magnitude = residual.bits & 0x7FFFFFFFu;
+            const uint32_t up = magnitude + (mix((place + i) ^ seed) & 0xFFFFu);
+            /* What is finite stays so, at most the largest bfloat16; a NaN or Inf stays as it is. */
+            uint32_t rounded = up < 0x7F7FFFFFu ? up : 0x7F7FFFFFu;
+            rounded = magnitude >= NOT_FINITE ? NOT_FINITE : rounded;
+            rounded = magnitude > NOT_FINITE ? 0x7FC00000u : rounded;
+            words[i] = (residual.bits & 0x80000000u) | rounded;
+        }
+        uint16_t *codes = (uint16_t *)kept + first;
+        for (int i = 0; i < count; i++) codes[i] = words[i] >> 16;
+        return;
+    }
+    int8_t *codes = (int8_t *)kept + first;
+    for (int begin = 0; begin < count; begin += SHARING) {
+        const int end = begin + SHARING < count ? begin + SHARING : count;
+        uint32_t most = 0; /* as integers magnitudes have the order that they have as numbers, a NaN above all */
+        for (int i = begin; i < end; i++) {
+            const Word residual = {.number = live[i] - average[i]};
+            const uint32_t magnitude = residual.bits & 0x7FFFFFFFu;
+            most = magnitude > most ? magnitude : most;
+        }
+        const Word largest = {.bits = most};
+        const float own = most < NOT_FINITE ? largest.number / 127.0f : NAN;
+        scale[(first + begin) / SHARING] = own;
+        for (int i = begin; i < end; i++) {
+            const float chance = (float)(int32_t)(mix((place + i) ^ seed) >> 8) * 0x1p-24f;
+            const float step = floorf((live[i] - average[i]) / own + chance);
+            words[i] = (int32_t)(step < -127.0f ? -127.0f : step > 127.0f ? 127.0f : step);
+        }
+        if (own > 0.0f)
+            for (int i = begin; i < end; i++) codes[i] = (int8_t)words[i];
+        else
+            for (int i = begin; i < end; i++) codes[i] = 0;
+    }
+}
+
+/* --- A step ------------------------------------------------------------------------------------------- */
 
 /* Of the second moments of a block, by place in a line: in float, over few enough lines to be exact to 1e-6. */
 static inline __attribute__((always_inline)) void
@@ -125,31 +218,51 @@ static inline Range blocks_between(int64_t begin, int64_t end, int64_t offset, i
 }
 
 static inline __attribute__((always_inline)) void
-walk(const Tensor *t, Range range, const Scalars *s, double *sums, const int counts, const int momentum,
-     const int pull, const int lookahead, const int averages)
+walk(const Tensor *t, Range range, const Scalars *s, double *sums, int storage, int64_t age, const int counts,
+     const int momentum, const int pull, const int lookahead, const int averages)
 {
-#define ARRAYS t->live + i, t->grad + i, momentum ? t->exp_avg + i : 0, t->exp_avg_sq + i, t->average + i
+#define ARRAYS t->live + i, t->grad + i, momentum ? t->exp_avg + i : 0, t->exp_avg_sq + i, average + (i - begin)
     for (int64_t block = range.first; block < range.last; block++) {
         float lanes[LINE] = {0};
         int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
         while (i < last) {
             const int64_t begin = i, end = i + PIECE < last ? i + PIECE : last, count = end - begin;
+            const float *live = t->live + begin;
+            float opened[2][PIECE], *average = opened[0], *returned = opened[1];
+            if (storage == FLOAT32) {
+                average = (float *)t->average + begin;
+                returned = (float *)t->returned + begin;
+            } else if (averages > 0 && age == 1) { /* whatever was kept before a first step, it is live */
+                move_average(average, live, count, 0.0f, 1.0f);
+                move_average(returned, live, count, 0.0f, 1.0f);
+            } else if (averages > 0) {
+                open_average(average, t->average, t->average_scale, t->live, begin, count, storage);
+                if (averages > 1)
+                    open_average(returned, t->returned, t->returned_scale, t->live, begin, count, storage);
+            }
             for (; i + LINE <= end; i += LINE) advance(LINE, ARRAYS, lanes, s, counts, momentum, pull, lookahead);
             for (; i < end; i++) advance(1, ARRAYS, lanes, s, counts, momentum, pull, lookahead);
-            const float *live = t->live + begin;
-            if (averages > 0 && !lookahead) move_average(t->average + begin, live, count, s->keep, s->move);
+            if (averages > 0 && !lookahead) move_average(average, live, count, s->keep, s->move);
+            if (averages > 1) move_average(returned, live, count, s->keep_returned, s->move_returned);
+            if (storage == FLOAT32) continue;
+            const uint32_t moment = 2 * (uint32_t)age;
+            if (averages > 0)
+                close_average(average, t->average, t->average_scale, t->live, begin, count, storage, mix(moment));
             if (averages > 1)
-                move_average(t->returned + begin, live, count, s->keep_returned, s->move_returned);
+                close_average(returned, t->returned, t->returned_scale, t->live, begin, count, storage,
+                              mix(moment + 1));
         }
         if (pull == OVER_DENOMINATOR) sums[block] = total(lanes);
     }
 }
 
 /* One step of the blocks that begin between the elements begin and end, counted through all tensors; averages:
- * how many of them move. Sums of the new second moments, a block each, are left where the pull may need them. */
+ * how many of them move, or with residuals of live weights, which move in any case, how many there are; age: how
+ * many steps the tensors have taken, this one included. Sums of the new second moments, a block each, are left
+ * where the pull may need them. */
 EVERY_CPU void
 paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums,
-              const Scalars *scalars, int pull, int lookahead, int averages)
+              const Scalars *scalars, int pull, int lookahead, int averages, int storage, int64_t age)
 {
     const Scalars s = *scalars;
     int64_t offset = 0;
@@ -158,7 +271,7 @@ paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, 
         const int counts = s.sign != 1, momentum = tensors[k].exp_avg != 0;
 #define CASE(C, M, P, L, A) \
         if (counts <= C && momentum == M && pull == P && lookahead == L && averages == A) \
-            walk(&tensors[k], range, &s, sums, C, M, P, L, A); \
+            walk(&tensors[k], range, &s, sums, storage, age, C, M, P, L, A); \
         else
         CASE(0, 1, NO_PULL, 0, 0) CASE(0, 1, NO_PULL, 0, 1) CASE(0, 1, NO_PULL, 0, 2)
         CASE(0, 1, UNIFORM, 0, 1) CASE(0, 1, UNIFORM, 0, 2) CASE(0, 1, UNIFORM, 1, 1) CASE(0, 1, UNIFORM, 1, 2)
@@ -168,7 +281,7 @@ paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, 
          * one for all, which is several times slower. */
         CASE(1, 1, NO_PULL, 0, 0) CASE(1, 1, NO_PULL, 0, 1) CASE(1, 1, OVER_DENOMINATOR, 0, 1) CASE(1, 1, OVER_DENOMINATOR, 0, 2)
         CASE(1, 0, NO_PULL, 0, 0) CASE(1, 0, OVER_DENOMINATOR, 0, 1) CASE(1, 0, OVER_DENOMINATOR, 0, 2)
-        walk(&tensors[k], range, &s, sums, 1, momentum, pull, lookahead, averages);
+        walk(&tensors[k], range, &s, sums, storage, age, 1, momentum, pull, lookahead, averages);
         offset += tensors[k].elements;
         sums += blocks_of(tensors[k].elements);
     }

@@ -2,7 +2,8 @@
 
 It is plain C and takes a few seconds to build, with whatever C compiler there is; the result is kept under
 `PACELINE_CACHE` (~/.cache/paceline) by a key of its source, and is the same to the bit for any number of
-threads. Equal to `pace_step_` to a few units in the last place, on weights and state.
+threads. Equal to `pace_step_` to a few units in the last place, on weights and state; averages in few bits
+are opened and closed to the bit as storage.py does it.
 """
 
 import ctypes
@@ -30,6 +31,7 @@ from paceline.optim.onepass import (
 )
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, at_count
+from paceline.optim.state import State, scale_key
 
 SOURCE = Path(__file__).with_name("native.c")
 # No fused multiply-add, no errno: results do not depend on the CPU, and square roots are vectors.
@@ -43,6 +45,7 @@ FEWEST = 2**16
 BLOCK = 1024
 """As in native.c."""
 _PULLS = {"uniform": 2, "paper": 1, "scaled": 1}
+_STORAGES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 # --- Building it ------------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ class _Scalars(ctypes.Structure):
 def _library() -> Any:
     library, number, pointer = ctypes.CDLL(str(_built())), ctypes.c_int64, ctypes.c_void_p
     library.paceline_sums.argtypes = [pointer, number, number, number, pointer]
-    library.paceline_step.argtypes = [*library.paceline_sums.argtypes, pointer, *[ctypes.c_int] * 3]
+    library.paceline_step.argtypes = [*library.paceline_sums.argtypes, pointer, *[ctypes.c_int] * 4, number]
     library.paceline_totals.argtypes = [pointer, number, pointer, pointer]
     for function in (library.paceline_step, library.paceline_sums, library.paceline_totals):
         function.restype = None
@@ -76,11 +79,8 @@ def _built() -> Path:
 def refusal(slot: Slot) -> str | None:
     """Why a parameter cannot take this path, in words that follow its name; None if it can."""
     live = slot.live
-    if live.dtype == torch.float32 and slot.average.dtype in (torch.bfloat16, torch.int8):
-        kept = str(slot.average.dtype).removeprefix("torch.")
-        return f'has average_dtype="{kept}", which fused=True on a CPU does not support; leave fused out'
-    arrays = [array for array in slot[:6] if array is not None]
-    if any(array.dtype != torch.float32 for array in arrays):
+    arrays = [array for array in slot[:4] if array is not None]
+    if any(array.dtype != torch.float32 for array in arrays) or slot.average.dtype not in _STORAGES:
         other = "" if slot.grad.dtype == live.dtype else f", its gradient {slot.grad.dtype}"
         return f"is {live.dtype}{other}; fused=True on a CPU is for float32"
     if not lie_alike(slot):
@@ -108,14 +108,16 @@ def native_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: 
     for arrays in _alike(members, ages):
         arrays.set_gradients(members.addresses)
         at = at_count(ages.at(arrays.places[0]), recipe, float(scale))
-        if at.t == 1:
+        if at.t == 1 and not arrays.storage:  # else C does it
             rests = members.rests()
             seed_averages_([rests[i] for i in arrays.places])
         scalars = _Scalars(*numbers_of(at, recipe, float(at.scale), float(factor)))
-        averages = arrays.averages if at.averaging else 0
+        # What live has beyond an average that rests changes too.
+        averages = arrays.averages if at.averaging or arrays.storage else 0
         pull = _PULLS[recipe.gain] if at.pulling else 0
         lookahead = recipe.gap == "lookahead" and pull > 0  # else it is all the same
-        arrays.call(_library().paceline_step, ctypes.byref(scalars), pull, lookahead, averages)
+        kinds = pull, lookahead, averages, arrays.storage
+        arrays.call(_library().paceline_step, ctypes.byref(scalars), *kinds, int(at.t))
         # What it was before is as good: whoever changes a moment in between only has them added up anew.
         if recipe.gain != "scaled" or not pull:
             arrays.added_up = None
@@ -145,30 +147,36 @@ def _alike(members: Members, ages: Ages) -> "list[_Arrays]":
         for i in range(len(rests)):
             places.setdefault(ages.at(i), []).append(i)
         members.memo["younger"] = ages.younger
-        members.memo["arrays"] = [_Arrays(rests, own) for own in places.values()]
+        members.memo["arrays"] = [_Arrays(rests, members.states, own) for own in places.values()]
     found: list[_Arrays] = members.memo["arrays"]
     return found
+
+
+_COLUMNS = 9
+"""Of a Tensor of native.c."""
 
 
 class _Arrays:
     """Tensors of native.c, one a slot, all of one age, and the sums of their blocks."""
 
-    def __init__(self, rests: list[Slot], places: list[int]) -> None:
+    def __init__(self, rests: list[Slot], states: list[State], places: list[int]) -> None:
         self.places = places
         """Which of the members they are."""
         slots = [rests[i] for i in places]
         self.averages = averages_of(slots[0])
+        self.storage = _STORAGES[slots[0].average.dtype]
         self.added_up: int | None = None
         """What `changes_of_moments` was at the step that left the sums which are at hand."""
-        self._tensors = array("q", [number for slot in slots for number in row_of(slot)])
-        elements = self._tensors[6::7]
+        rows = [row_of(slot) + _scales_of(states[i]) for i, slot in zip(places, slots, strict=True)]
+        self._tensors = array("q", [number for row in rows for number in row])
+        elements = self._tensors[6::_COLUMNS]
         self._count, self._elements = len(places), sum(elements)
         self._sums = array("d", bytes(8 * sum(-(-n // BLOCK) for n in elements)))
 
     def set_gradients(self, addresses: "array[int]") -> None:
         """Where they are at this step; those of all members."""
         whole = len(addresses) == len(self.places)
-        self._tensors[1::7] = addresses if whole else array("q", [addresses[i] for i in self.places])
+        self._tensors[1::_COLUMNS] = addresses if whole else array("q", [addresses[i] for i in self.places])
 
     def second_moments(self, changes: int) -> list[float]:
         """The sum of each: as the last step left it or, after changes, anew, to the same bits."""
@@ -199,6 +207,12 @@ class _Arrays:
         (tensors, _), (sums, _) = self._tensors.buffer_info(), self._sums.buffer_info()
         _library().paceline_totals(tensors, self._count, sums, found.buffer_info()[0])
         return found.tolist()
+
+
+def _scales_of(state: State) -> tuple[int, int]:
+    """Where those of averages in int8 are; 0 of others."""
+    average, returned = (state.get(scale_key(name)) for name in ("average", "returned"))
+    return 0 if average is None else average.data_ptr(), 0 if returned is None else returned.data_ptr()
 
 
 @cache

@@ -1,6 +1,6 @@
 """Weights and state that are kept in few bits or elsewhere, opened for a path that knows none of it.
 
-What the one pass on a GPU reads and writes as it is kept, other paths get in plain precision, chunk by chunk;
+What one pass over memory reads and writes as it is kept, other paths get in plain precision, chunk by chunk;
 after the step it is put back.
 """
 

@@ -164,25 +164,21 @@ RIVALS: dict[str, Rival] = {
     "PACE, fused, no average": Rival(make=lambda p: _pace(p, gain="paper", update_every=10**6), traffic=28),
     "PACE, fused, strength 0": Rival(make=lambda p: _pace(p, pullback_strength=0.0), traffic=36),
     "PACE, fused": Rival(make=_pace, traffic=44),
-    "PACE, fused, bfloat16": Rival(
-        make=lambda p: _pace(p, average_dtype="bfloat16"), traffic=36, devices=("cuda",)
-    ),
-    "PACE, fused, int8": Rival(
-        make=lambda p: _pace(p, average_dtype="int8"), traffic=32.125, devices=("cuda",)
-    ),
+    "PACE, fused, bfloat16": Rival(make=lambda p: _pace(p, average_dtype="bfloat16"), traffic=36),
+    "PACE, fused, int8": Rival(make=lambda p: _pace(p, average_dtype="int8"), traffic=32.125),
     "PACE, fused, one average": Rival(make=lambda p: _pace(p, return_power=0.2), traffic=36),
     "PACE, fused, one average, bfloat16": Rival(
-        make=lambda p: _pace(p, return_power=0.2, average_dtype="bfloat16"), traffic=32, devices=("cuda",)
+        make=lambda p: _pace(p, return_power=0.2, average_dtype="bfloat16"), traffic=32
     ),
     "PACE, fused, one average, int8": Rival(
-        make=lambda p: _pace(p, return_power=0.2, average_dtype="int8"), traffic=30.0625, devices=("cuda",)
+        make=lambda p: _pace(p, return_power=0.2, average_dtype="int8"), traffic=30.0625
     ),
     "PACE, fused, paper": Rival(make=lambda p: _pace(p, gain="paper"), traffic=36),
     "PACE, fused, paper, bfloat16": Rival(
-        make=lambda p: _pace(p, gain="paper", average_dtype="bfloat16"), traffic=32, devices=("cuda",)
+        make=lambda p: _pace(p, gain="paper", average_dtype="bfloat16"), traffic=32
     ),
     "PACE, fused, paper, int8": Rival(
-        make=lambda p: _pace(p, gain="paper", average_dtype="int8"), traffic=30.0625, devices=("cuda",)
+        make=lambda p: _pace(p, gain="paper", average_dtype="int8"), traffic=30.0625
     ),
     "PACE, fused, paper, clipped": Rival(
         make=lambda p: _pace(p, gain="paper", max_grad_norm=_NORM), traffic=40
