@@ -1099,7 +1099,7 @@ STATE = [
     Mutant(
         "members-nothing-changes",
         "members.py",
-        'return sum(local(state["exp_avg_sq"])._version for state in self.states)',
+        "return None if any(map(Tensor.is_inference, moments)) else sum(v._version for v in moments)",
         "return 0",
         ("tests/optim/test_native.py",),
     ),
@@ -1487,7 +1487,7 @@ PACE = [
     Mutant(
         "native-sums-of-other-moments",
         "native.py",
-        "if self.added_up != changes:",
+        "if changes is None or self.added_up != changes:",
         "if self.added_up is None:",
         ("tests/optim/test_native.py",),
     ),
@@ -3562,6 +3562,48 @@ KEPT = [
 
 HOST = [
     Mutant(
+        "host-the-least-stays",
+        "host.py",
+        "        self._bound *= beta2 * (1 - 1e-6)\n",
+        "",
+        (_HOST,),
+    ),
+    Mutant(
+        "host-the-least-rises",
+        "host.py",
+        "        if self._bound >= 0 and enough(self._bound):\n            return True\n",
+        "        if self._bound >= 0 and enough(1.1 * self._bound):\n            return True\n",
+        (_HOST,),
+    ),
+    Mutant(
+        "host-what-was-low-stays-low",
+        "host.py",
+        "if self._low is not None and not enough(self._low.item()):",
+        "if self._low is not None:",
+        (_HOST,),
+    ),
+    Mutant(
+        "host-changed-moments-are-ours",
+        "host.py",
+        "if self.changes is None or self.changes != changes or not new >= 0.999 * beta2 * old:",
+        "if self.changes is None or not new >= 0.999 * beta2 * old:",
+        (_HOST,),
+    ),
+    Mutant(
+        "host-sums-that-fall-are-ours",
+        "host.py",
+        "if self.changes is None or self.changes != changes or not new >= 0.999 * beta2 * old:",
+        "if self.changes is None or self.changes != changes:",
+        (_HOST,),
+    ),
+    Mutant(
+        "host-moments-without-sums-are-ours",
+        "host.py",
+        "        if not self._are_new:\n",
+        "        if False:\n",
+        (_HOST,),
+    ),
+    Mutant(
         "host-share",
         "host.py",
         "numerator / float(at.step_size) / recipe.betas[0]",
@@ -3627,8 +3669,8 @@ HOST = [
     Mutant(
         "host-the-sum-is-of-the-last-block",
         "host.py",
-        "totals[i] += found",
-        "totals[i] = found",
+        "totals[i] += number",
+        "totals[i] = number",
         (f"{_HOST}::test_blocks_change_no_more_than_the_last_digit",),
     ),
     Mutant(

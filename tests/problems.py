@@ -174,20 +174,21 @@ CHANGES_OF_MOMENTS = {
 }
 
 
-def with_and_without_memory(change, shapes, device="cpu"):
+def with_and_without_memory(change, shapes, device="cpu", **settings):
     """Everything after six steps of PACE(fused=True), with a change before the fourth that is taken back
     before the fifth, where possible: of an optimizer, and of one that is made to forget before every step."""
+    settings = {"gain": "scaled", "pullback_strength": 15.0, "fused": True, **settings}
     runs = []
     for forgetful in (False, True):
         parameters = [
             p.detach().to(device).requires_grad_() for p in make_parameters(0, torch.float32, shapes)
         ]
-        optimizer = PACE(parameters, lr=1e-2, fused=True)
+        optimizer = PACE(parameters, lr=1e-2, **settings)
         for t, gradients in enumerate(make_gradients(6, shapes=shapes)):
             if t == 3:
                 CHANGES_OF_MOMENTS[change](optimizer, parameters[0])
             if t == 4:
-                optimizer.param_groups[0].update(gain="scaled", pullback_strength=15.0, fused=True)
+                optimizer.param_groups[0].update(settings)
             if forgetful:
                 optimizer._fits.clear()
             advance(optimizer, parameters, [[gradient.to(device) for gradient in gradients]])

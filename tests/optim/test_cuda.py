@@ -309,6 +309,26 @@ def test_a_graph_reads_on_what_was_replaced(settings, key):
     torch.cuda.synchronize()
 
 
+def test_hooks_of_triton_are_called_by_launches_that_go_past_it():
+    """As by a profiler of Triton's: from when they are there, until they are gone."""
+    from triton import knobs
+
+    parameters, seen = on_gpu(), []
+    optimizer = run(parameters, gradients_on_gpu(3), fused=True)
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        advance(optimizer, parameters, gradients_on_gpu(2, seed=2))
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert [metadata.get()["name"] for metadata in seen] == ["step", "step"]
+    advance(optimizer, parameters, gradients_on_gpu(1, seed=3))
+    assert len(seen) == 2
+    others = on_gpu()
+    other = run(others, gradients_on_gpu(3), fused=True)
+    advance(other, others, gradients_on_gpu(2, seed=2) + gradients_on_gpu(1, seed=3))
+    assert_same_bits(everything(optimizer), everything(other))
+
+
 def test_temporary_memory_of_a_foreach_step():
     shapes = [(1024, 1024)] * 8
     parameters = [torch.randn(s, device="cuda").requires_grad_() for s in shapes]

@@ -3,11 +3,11 @@
 import contextlib
 import gc
 import math
-import threading
 
 import pytest
 import torch
 from problems import (
+    CHANGES_OF_MOMENTS,
     VARIANTS,
     advance,
     assert_same_bits,
@@ -16,6 +16,7 @@ from problems import (
     make_parameters,
     peak_bytes,
     run,
+    with_and_without_memory,
 )
 from reference import distances, of_the_same_state, step_model
 
@@ -105,6 +106,83 @@ def test_a_weight_at_its_limit_among_many_that_are_not(betas, monkeypatch):
         advance(own, ours, [step])
         advance(other, theirs, [step])
         assert torch.allclose(ours[0], theirs[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_MOMENTS)
+@pytest.mark.parametrize("strength", [15.0, 3000.0])
+def test_what_is_remembered_of_second_moments_makes_no_difference(strength, change, monkeypatch):
+    """To the bit: whether a gain may be at its limit is asked at every step, and mostly known by then."""
+    monkeypatch.setattr(host, "FEWEST", 1)
+    shapes = [(40, 40), (2000,), (5,)]
+    assert_same_bits(*with_and_without_memory(change, shapes, fused=None, pullback_strength=strength))
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.5)])
+@pytest.mark.parametrize("gain", ["paper", "scaled"])
+def test_nor_does_it_where_moments_sink_to_the_limit_and_rise_again(gain, betas, monkeypatch):
+    monkeypatch.setattr(host, "FEWEST", 1)
+    steps = make_gradients(60, shapes=[(50,), (300,)])
+    for t, step in enumerate(steps):
+        step[0][7] *= 0 if 5 < t < 30 else 1
+        step[1][3:9] *= 1e-4 if t < 40 else 1
+    settings = {
+        "gain": gain,
+        "pullback_strength": 0.3 if gain == "paper" else 30.0,
+        "betas": betas,
+        "lr": 1e-2,
+    }
+    found = {False: [], True: []}
+    ways = set()
+    for forgetful, states in found.items():
+        parameters = make_parameters(dtype=torch.float32, shapes=[(50,), (300,)])
+        optimizer = PACE(parameters, **settings)
+        for way in ("_step_and_pull_", "_step_then_pull_"):
+            taken = getattr(host, way)
+            monkeypatch.setattr(host, way, lambda *own, way=way, taken=taken: (ways.add(way), taken(*own)))
+        for step in steps:
+            if forgetful:
+                optimizer._fits.clear()
+            advance(optimizer, parameters, [step])
+            states.append(everything(optimizer))
+    assert ways == {"_step_and_pull_", "_step_then_pull_"}
+    for one, other in zip(*found.values(), strict=True):
+        assert_same_bits(one, other)
+
+
+def test_a_moment_that_sinks_while_their_sum_does_not(monkeypatch):
+    monkeypatch.setattr(host, "FEWEST", 1)
+    found = []
+    for forgetful in (False, True):
+        parameters = make_parameters(dtype=torch.float32)
+        optimizer = PACE(parameters, lr=1e-2)
+        advance(optimizer, parameters, make_gradients(5))
+        moments = optimizer.state[parameters[0]]["exp_avg_sq"]
+        moments[1, 1] += moments[0, 0]
+        moments[0, 0] = 0
+        if forgetful:
+            optimizer._fits.clear()
+        advance(optimizer, parameters, [[1e-6 * gradient for gradient in make_gradients(1)[0]]])
+        found.append(everything(optimizer))
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("gain", ["paper", "scaled"])
+def test_moments_that_are_set_to_0_behind_torchs_back_are_noticed(gain, monkeypatch):
+    """By `.data`, of which torch counts no change; gains would be far above their limit."""
+    monkeypatch.setattr(host, "FEWEST", 1)
+    strength = 3e-3 if gain == "paper" else 15.0
+    parameters = make_parameters(dtype=torch.float32)
+    optimizer = PACE(parameters, lr=1e-2, gain=gain, pullback_strength=strength)
+    advance(optimizer, parameters, make_gradients(5))
+    optimizer.state[parameters[0]]["exp_avg_sq"].data.zero_()  # the others give the scale
+    twins = [p.detach().clone().requires_grad_() for p in parameters]
+    twin = PACE(twins, lr=1e-2, gain=gain, pullback_strength=strength, foreach=True)
+    twin.load_state_dict(optimizer.state_dict())
+    gradients = [1e-6 * gradient for gradient in make_gradients(1)[0]]
+    advance(optimizer, parameters, [gradients])
+    advance(twin, twins, [gradients])
+    for one, other in zip(parameters, twins, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5)
 
 
 def test_no_gain_is_taken_for_one_below_its_limit():
@@ -276,7 +354,7 @@ def test_temporary_memory(fewest, blocks, settings, monkeypatch):
 )
 def test_buffers_are_as_good_later_wherever_they_were_first_asked_for(around, monkeypatch):
     monkeypatch.setattr(host, "FEWEST", 1)
-    monkeypatch.setattr(host, "_OF_THREAD", threading.local())
+    monkeypatch.setattr(host, "_OF_THREAD", host._OfThread())
     ours, theirs, steps = *(make_parameters(dtype=torch.float32) for _ in range(2)), make_gradients(4)
     optimizer, twin = PACE(ours), PACE(theirs)
     advance(twin, theirs, steps)
@@ -287,10 +365,10 @@ def test_buffers_are_as_good_later_wherever_they_were_first_asked_for(around, mo
 
 
 def test_all_groups_share_two_buffers(monkeypatch):
-    kept = threading.local()
+    kept = host._OfThread()
     monkeypatch.setattr(host, "_OF_THREAD", kept)
     monkeypatch.setattr(host, "FEWEST", 1)
     parameters = make_parameters(dtype=torch.float32, shapes=[(30, 7)] * 5)
     optimizer = PACE([{"params": [parameter]} for parameter in parameters])
     advance(optimizer, parameters, make_gradients(2, shapes=[(30, 7)] * 5))
-    assert [tuple(pair.shape) for pair in vars(kept).values()] == [(2, host.BLOCK)]
+    assert [tuple(pair.shape) for pair in kept.whole.values()] == [(2, host.BLOCK)]

@@ -3,16 +3,16 @@
 import math
 import sys
 from array import array
-from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.optim import chunking
 from paceline.optim.chunking import Few, chunks, segments
+from paceline.optim.launching import Kernel
 from paceline.optim.members import Ages, Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
@@ -191,7 +191,7 @@ class _Launch:
         self._chunks = chunks(self._device, self._sizes, self._block)
         self._programs = len(self._chunks)
         self._kept = "evict_last" if sum(self._sizes) >= LARGE else ""
-        self._kernels: dict[tuple[object, ...], _Kernel] = {}
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
         # Where warps take the largest of blocks of int8, they sum up those too, and none waits for another.
         self._parts = self._block // BLOCK if self._stored == torch.int8 else 1
         self._sums = torch.empty((self._programs, self._parts), dtype=torch.float32, device=self._device)
@@ -312,7 +312,7 @@ class _Launch:
             self._done.record(torch.cuda.current_stream(self._device))
         return [] if teller is None else teller.told()
 
-    def _step_kernel(self, how: tuple[Any, ...]) -> "_Kernel":
+    def _step_kernel(self, how: tuple[Any, ...]) -> Kernel:
         from paceline.optim import kernel
 
         pull, averages, rounding, lookahead, sums, tell, factor, skip, on_device, grads_aligned, root = how
@@ -388,7 +388,7 @@ class _Launch:
         self._run(made, (*own, log_of(beta2), share, self._root))
         return self._root
 
-    def _mean_kernel(self, anew: bool) -> "_Kernel":
+    def _mean_kernel(self, anew: bool) -> Kernel:
         from paceline.optim.kernel_before import mean
 
         constants = {"ON_DEVICE": anew, "WIDTH": chunking.WIDTH, **self._segments.shape}
@@ -410,13 +410,13 @@ class _Launch:
 
     def _kernel(
         self, how: tuple[object, ...], function: Any, programs: int, constants: dict[str, Any], warps: int
-    ) -> "_Kernel":
+    ) -> Kernel:
         """That of a function of kernel.py, which is known by `how` from here on."""
         if how not in self._kernels:
-            self._kernels[how] = _Kernel(function, programs, constants, warps, self._device)
+            self._kernels[how] = Kernel(function, programs, constants, warps, self._device)
         return self._kernels[how]
 
-    def _run(self, kernel: "_Kernel", arguments: tuple[Any, ...]) -> None:
+    def _run(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
         if self._device.type == "cuda" and torch.cuda.current_device() == self._device.index:
             kernel(arguments)  # as mostly: to change devices and back takes longer than to ask
         else:
@@ -424,67 +424,10 @@ class _Launch:
                 kernel(arguments)
 
 
-@final
-class _Kernel:
-    """What launches a function of kernel.py with some constants, in its order, dtypes as torch has them."""
-
-    def __init__(
-        self, function: Any, programs: int, constants: dict[str, Any], warps: int, device: torch.device
-    ) -> None:
-        self._function, self._programs, self._constants, self._warps = function, programs, constants, warps
-        self._device, self._key = device, (function, device, warps, *constants.values())
-        self._launch: Callable[..., None] | None = None
-
-    def __call__(self, arguments: tuple[Any, ...]) -> None:
-        if self._launch is None and self._key in _compiled:
-            self._launch = _launch_of(_compiled[self._key], self._programs, self._device)
-        if self._launch is not None:
-            # Of a tensor Triton would ask the driver whether the device can reach it, each time.
-            plain = [a if isinstance(a, (float, int)) else a.data_ptr() for a in arguments]
-            try:
-                self._launch(*plain, *self._constants)  # whose places count, not their values
-                return
-            except TypeError:  # from a Triton that wants other arguments, before anything is launched
-                pass
-        named = {k: _type(v) if isinstance(v, torch.dtype) else v for k, v in self._constants.items()}
-        made = self._function[(self._programs,)](
-            *arguments, **named, num_warps=self._warps, enable_fp_fusion=False
-        )
-        if made is not None:  # which an interpreter does not make
-            _compiled[self._key] = made
-
-
-def _launch_of(compiled: Any, programs: int, device: torch.device) -> Callable[..., None]:
-    """What launches a kernel, as `compiled[programs, 1, 1]` does; but without what that prepares for hooks of
-    others on each launch, where there are none."""
-    hooked: Callable[..., None] = compiled[(programs, 1, 1)]
-    try:
-        from triton import knobs
-        from triton.runtime import driver
-
-        run, runtime, stream = compiled.run, knobs.runtime, driver.active.get_current_stream
-        own = compiled.function, compiled.packed_metadata, None, None, None
-    except (ImportError, AttributeError):  # of a Triton that is otherwise
-        return hooked
-
-    def launch(*arguments: Any) -> None:
-        if _has_calls(runtime.launch_enter_hook) or _has_calls(runtime.launch_exit_hook):
-            hooked(*arguments)
-        else:
-            run(programs, 1, 1, stream(device.index), *own, *arguments)
-
-    return launch
-
-
 def _share(beta2: float, count: float, elements: int) -> float:
     """What a sum of second moments counts in the mean of v̂, after so many steps."""
     corrected: float = 1 - beta2**count
     return 1 / (elements * corrected)
-
-
-def _has_calls(hook: Any) -> bool:
-    """Of Triton's: a chain of functions, of which there may be none."""
-    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def _are_aligned(addresses: "array[int]") -> bool:
@@ -495,15 +438,3 @@ def _are_aligned(addresses: "array[int]") -> bool:
 @lru_cache(maxsize=64)
 def _last_bits(count: int) -> int:
     return int.from_bytes(array("q", [15]) * count, sys.byteorder)
-
-
-# Triton's own launch looks at every argument anew, which takes longer than all else that a small step does.
-# Nothing here depends on what it looks for: arrays are as torch allocates them, and numbers of one type.
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _type(dtype: torch.dtype) -> Any:
-    """A dtype as Triton calls it."""
-    import triton.language as tl
-
-    return getattr(tl, str(dtype).removeprefix("torch."))

@@ -141,11 +141,13 @@ class Members:
         counts: Counts | None = self.memo.get("counts")
         return Ages.of([state["step"].item() for state in self.states]) if counts is None else counts.ages()
 
-    def changes_of_moments(self) -> int:
-        """A number that grows if anybody changes a second moment; of our own kernels torch does not know."""
+    def changes_of_moments(self) -> int | None:
+        """A number that grows if anybody changes a second moment; of our own kernels torch does not know.
+        None: nobody counts."""
         if self.changes is not None:
             return self.changes
-        return sum(local(state["exp_avg_sq"])._version for state in self.states)
+        moments = [local(state["exp_avg_sq"]) for state in self.states]
+        return None if any(map(Tensor.is_inference, moments)) else sum(v._version for v in moments)
 
     def by_device(self) -> "dict[str, Members]":
         """Those on each kind of device."""

@@ -178,9 +178,9 @@ class _Arrays:
         whole = len(addresses) == len(self.places)
         self._tensors[1::_COLUMNS] = addresses if whole else array("q", [addresses[i] for i in self.places])
 
-    def second_moments(self, changes: int) -> list[float]:
+    def second_moments(self, changes: int | None) -> list[float]:
         """The sum of each: as the last step left it or, after changes, anew, to the same bits."""
-        if self.added_up != changes:
+        if changes is None or self.added_up != changes:
             self.call(_library().paceline_sums)
             self.added_up = changes
         return self.totals()
