@@ -1445,8 +1445,8 @@ PACE = [
     Mutant(
         "fused-root-left-where-it-is-read",
         "fused.py",
-        "self._arrived, self._next_root,",
-        "self._arrived, self._root,",
+        "*self._places_of_root(few, self._next_root),",
+        "*self._places_of_root(few, self._root),",
         (f"{_FUSED}::test_the_mean_that_a_step_leaves_is_not_that_of_another_step",),
     ),
     Mutant(

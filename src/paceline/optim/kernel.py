@@ -355,7 +355,7 @@ def step(
     numbers,  # (tensors, NUMBERS) float32, instead of those that follow if ON_DEVICE
     ages,  # (tensors,) int64, instead of t if ON_DEVICE
     t,  # int64, the count of this step
-    share: tl.float64,  # as in `leave_root`
+    share,  # as in `leave_root`
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator, rate, limit,
     keep, move, keep_returned, move_returned, fresh,
     OF: tl.constexpr,  # dtype of live
@@ -388,6 +388,7 @@ def step(
     row = table + tensor * COLUMNS
     grad_at, count = tl.load(grads + tensor), tl.load(row + 5)
     if TELL:
+        told += program * TOLD
         picked += 2 * tensor
     if ON_DEVICE:
         t = tl.load(ages + tensor)
@@ -401,7 +402,7 @@ def step(
         sign *= tl.load(factor)
     if first + BLOCK <= count:
         _advance(
-            row, grad_at, first, count, scale, sums + program * SUMS, told + program * TOLD, picked,
+            row, grad_at, first, count, scale, sums + program * SUMS, told, picked,
             sample, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
@@ -410,7 +411,7 @@ def step(
         )  # fmt: skip
     else:
         _advance(
-            row, grad_at, first, count, scale, sums + program * SUMS, told + program * TOLD, picked,
+            row, grad_at, first, count, scale, sums + program * SUMS, told, picked,
             sample, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,

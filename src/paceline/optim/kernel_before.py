@@ -9,7 +9,7 @@ from paceline.optim.kernel import COLUMNS, LARGEST, NUMBERS, energies, leave_roo
 
 @triton.jit
 def add_up(
-    table, chunks, sums, starts, arrived, root, share: tl.float64,
+    table, chunks, sums, starts, arrived, root, share,
     MOMENTS: tl.constexpr, SUMS: tl.constexpr, ROOT: tl.constexpr, TENSORS: tl.constexpr,
     PARTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

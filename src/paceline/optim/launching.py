@@ -12,7 +12,10 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 @final
 class Kernel:
-    """What launches a kernel with some constants, in its order, dtypes as torch has them."""
+    """What launches a kernel with some constants, in its order, dtypes as torch has them.
+
+    Which of its arguments are None, and so no part of what is compiled, its constants must say.
+    """
 
     def __init__(
         self, function: Any, programs: int, constants: dict[str, Any], warps: int, device: torch.device
@@ -26,7 +29,7 @@ class Kernel:
             self._launch = _launch_of(_compiled[self._key], self._programs, self._device)
         if self._launch is not None:
             # Of a tensor Triton would ask the driver whether the device can reach it, each time.
-            plain = [a if isinstance(a, (float, int)) else a.data_ptr() for a in arguments]
+            plain = [a if a is None or isinstance(a, (float, int)) else a.data_ptr() for a in arguments]
             try:
                 self._launch(*plain, *self._constants)  # whose places count, not their values
                 return
