@@ -3562,46 +3562,11 @@ KEPT = [
 
 HOST = [
     Mutant(
-        "host-the-least-stays",
+        "host-all-are-at-the-limit",
         "host.py",
-        "        self._bound *= beta2 * (1 - 1e-6)\n",
-        "",
-        (_HOST,),
-    ),
-    Mutant(
-        "host-the-least-rises",
-        "host.py",
-        "        if self._bound >= 0 and enough(self._bound):\n            return True\n",
-        "        if self._bound >= 0 and enough(1.1 * self._bound):\n            return True\n",
-        (_HOST,),
-    ),
-    Mutant(
-        "host-what-was-low-stays-low",
-        "host.py",
-        "if self._low is not None and not enough(self._low.item()):",
-        "if self._low is not None:",
-        (_HOST,),
-    ),
-    Mutant(
-        "host-changed-moments-are-ours",
-        "host.py",
-        "if self.changes is None or self.changes != changes or not new >= 0.999 * beta2 * old:",
-        "if self.changes is None or not new >= 0.999 * beta2 * old:",
-        (_HOST,),
-    ),
-    Mutant(
-        "host-sums-that-fall-are-ours",
-        "host.py",
-        "if self.changes is None or self.changes != changes or not new >= 0.999 * beta2 * old:",
-        "if self.changes is None or self.changes != changes:",
-        (_HOST,),
-    ),
-    Mutant(
-        "host-moments-without-sums-are-ours",
-        "host.py",
-        "        if not self._are_new:\n",
-        "        if False:\n",
-        (_HOST,),
+        "elif not all_at_limit and",
+        "elif all_at_limit and",
+        (f"{_HOST}::test_the_pull_is_taken_with_the_step_where_no_gain_is_at_its_limit",),
     ),
     Mutant(
         "host-share",
@@ -3669,8 +3634,8 @@ HOST = [
     Mutant(
         "host-the-sum-is-of-the-last-block",
         "host.py",
-        "totals[i] += number",
-        "totals[i] = number",
+        "totals[i] += found",
+        "totals[i] = found",
         (f"{_HOST}::test_blocks_change_no_more_than_the_last_digit",),
     ),
     Mutant(

@@ -16,9 +16,8 @@ Equal to `pace_step_` to a few units in the last place, on weights and state.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate, groupby, islice
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -66,12 +65,13 @@ def host_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Sc
             rests = members.rests()
             seed_averages_([rests[i] for i in part.places])
         pull = _pull_at(at, recipe, part.dtype) if at.pulling else None
-        part.trust_sums()
-        for block, least in zip(part.blocks, part.least, strict=True):
+        # Of an infinite strength no look at second moments tells more.
+        all_at_limit = pull is not None and not _is_below_limit(torch.finfo(part.dtype).max, pull, recipe)
+        for block in part.blocks:
             own = block.at_step(members.grads)
             if pull is None:
                 _adamw_(own, own.exp_avgs, recipe, factor)
-            elif least.suffices(partial(_is_below_limit, pull=pull, recipe=recipe)):
+            elif not all_at_limit and _is_below_limit(block.least(), pull, recipe):
                 _step_and_pull_(own, pull, recipe, factor)
             else:
                 _step_then_pull_(own, pull, recipe, factor)
@@ -79,10 +79,6 @@ def host_step_(members: Members, recipe: Recipe, scale: Scalar = 1.0, factor: Sc
                 _move_(own.averages, own.lives, float(at.rate))
                 if own.returned:
                     _move_(own.returned, own.lives, float(at.return_rate))
-            least.decay(recipe.betas[1])
-    changes = members.changes_of_moments()
-    for part in _parts(members, ages):
-        part.changes = changes
 
 
 def _move_(averages: list[Tensor], lives: list[Tensor], rate: float) -> None:
@@ -105,8 +101,7 @@ def root_of_mean(members: Members, beta2: float, elements: int) -> float | None:
     energies = []
     for part in stepped:
         correction = 1 - beta2 ** ages.at(part.places[0])
-        totals = part.second_moments(beta2, members.changes_of_moments())
-        energies += [total / correction for total in totals]
+        energies += [total / correction for total in part.second_moments()]
     total = max(math.fsum(filter(math.isfinite, energies)), 0.0)
     return math.sqrt(total / elements) if stepped else None
 
@@ -143,42 +138,9 @@ class _Block(NamedTuple):
         own = _cut_all([grads[i] for i in self.places], self.first, self.length)
         return self._replace(grads=own, buffers=_buffers(self.lives[0].dtype, self.length))
 
-
-class _Least:
-    """What is known of the least second moment of a block without a look at all of them.
-
-    Whoever asks gets the answer that the least itself would give, so that a run that is resumed, of which
-    nothing is known, goes on to the bit.
-    """
-
-    def __init__(self, block: _Block) -> None:
-        self._moments = block.exp_avg_sqs[0] if block.length else None
-        self._bound = -1.0  # none is less; below 0: nobody knows
-        self._low: Tensor | None = None  # () one that was the least when somebody looked
-
-    def suffices(self, enough: Callable[[float], bool]) -> bool:
-        """Whether it is enough, where all that is above it would be too; of small tensors, whether 0 is, as
-        nobody looks."""
-        if self._moments is None:
-            return enough(0.0)
-        if self._bound >= 0 and enough(self._bound):
-            return True
-        if self._low is not None and not enough(self._low.item()):
-            return False
-        least = self._moments.amin().item()
-        if enough(least):
-            self._bound = least
-            return True
-        self._low = self._moments[self._moments.argmin()]
-        return False
-
-    def decay(self, beta2: float) -> None:
-        """After a step: none has become less than β₂ of what it was, but for rounding."""
-        self._bound *= beta2 * (1 - 1e-6)
-
-    def forget(self) -> None:
-        """Others may have changed the moments."""
-        self._bound = -1.0
+    def least(self) -> float:
+        """Of the second moments of a part; of small tensors 0, as nobody looked."""
+        return self.exp_avg_sqs[0].amin().item() if self.length else 0.0
 
 
 def _cut_all(arrays: Sequence[Tensor | None], first: int, count: int) -> list[Tensor]:
@@ -231,7 +193,7 @@ def _parts(members: Members, ages: Ages) -> "list[_Part]":
 
 
 class _Part:
-    """Which of the members, their blocks, and what is known of their second moments before a step."""
+    """Which of the members, and their blocks."""
 
     def __init__(self, slots: list[Slot], places: list[int]) -> None:
         self.places, self.dtype = places, slots[places[0]].live.dtype
@@ -245,36 +207,15 @@ class _Part:
             length = math.ceil(sizes[i] / math.ceil(sizes[i] / BLOCK))  # none much shorter than others
             for first in range(0, sizes[i], length):
                 self.blocks.append(_Block.of(slots, [i], first, min(length, sizes[i] - first)))
-        self.least = list(map(_Least, self.blocks))
-        self.changes: int | None = None
-        """What `changes_of_moments` was after the last step."""
-        self._sums: list[float] = [math.inf] * len(self.blocks)
-        self._are_new = False
 
-    def second_moments(self, beta2: float, changes: int | None) -> list[float]:
-        """The sum of each tensor, before a step."""
+    def second_moments(self) -> list[float]:
+        """The sum of each tensor."""
         owners = [i for block in self.blocks for i in block.places]
         sums = [exp_avg_sq.sum() for block in self.blocks for exp_avg_sq in block.exp_avg_sqs]
-        found = torch.stack(sums).tolist()
         totals = dict.fromkeys(self.places, 0.0)
-        for i, number in zip(owners, found, strict=True):
-            totals[i] += number
-        before, rest = self._sums, iter(found)
-        self._sums = [sum(islice(rest, len(block.places))) for block in self.blocks]
-        # Of what is written by `.data` torch does not know; then sums fall by more than a step lets them.
-        for least, old, new in zip(self.least, before, self._sums, strict=True):
-            if self.changes is None or self.changes != changes or not new >= 0.999 * beta2 * old:
-                least.forget()
-        self._are_new = True
+        for i, found in zip(owners, torch.stack(sums).tolist(), strict=True):
+            totals[i] += found
         return list(totals.values())
-
-    def trust_sums(self) -> None:
-        """At a step for which nobody took sums, nothing says that the moments are ours."""
-        if not self._are_new:
-            self._sums = [math.inf] * len(self.blocks)
-            for least in self.least:
-                least.forget()
-        self._are_new = False
 
 
 # --- Step and pull ------------------------------------------------------------------------------------

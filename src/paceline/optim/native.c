@@ -177,7 +177,7 @@ close_average(float *restrict average, void *restrict kept, float *restrict scal
         for (int i = begin; i < end; i++) {
             const float chance = (float)(int32_t)(mix((place + i) ^ seed) >> 8) * 0x1p-24f;
             const float step = floorf((live[i] - average[i]) / own + chance);
-            words[i] = (int32_t)(step < -127.0f ? -127.0f : step > 127.0f ? 127.0f : step);
+            words[i] = (int32_t)(step > -127.0f ? (step < 127.0f ? step : 127.0f) : -127.0f); /* also a NaN */
         }
         if (own > 0.0f)
             for (int i = begin; i < end; i++) codes[i] = (int8_t)words[i];
