@@ -146,7 +146,7 @@ def whole_runs(folder: Path) -> str:
     for title, (method, shadow) in WHOLE.items():
         of = {storage: runs[method.format(storage), 0.002] for storage in STORAGES}
         losses = [spread(each["average"] for each in of[storage]) for storage in STORAGES]
-        body.append([title, *losses, *(f"{lost(of[storage], shadow):.5f}" for storage in STORAGES[1:])])
+        body.append([title, *losses, *(f"{lost(of[storage], shadow):z.5f}" for storage in STORAGES[1:])])
     return markdown(["", *STORAGES, "storing loses, bfloat16", "int8"], body)
 
 
