@@ -182,6 +182,24 @@ def test_sums_of_second_moments_are_of_the_moments_as_they_are(change, looks, mo
     assert_same_bits(*with_and_without_memory(change, [(40, 40), (2000,), (5,)]))
 
 
+def test_sums_of_second_moments_of_which_torch_counts_no_changes():
+    """Tensors of inference mode have no versions."""
+    found = []
+    for inference in (False, True):
+        parameters, steps = make_parameters(dtype=torch.float32), make_gradients(5)
+        optimizer = PACE(parameters, lr=1e-2, fused=True)
+        advance(optimizer, parameters, steps[:2])
+        with torch.inference_mode(inference):
+            for state in optimizer.state.values():
+                state["exp_avg_sq"] = state["exp_avg_sq"].clone()
+            advance(optimizer, parameters, steps[2:4])
+            for state in optimizer.state.values():
+                state["exp_avg_sq"].mul_(9.0)
+            advance(optimizer, parameters, steps[4:])
+        found.append(everything(optimizer))
+    assert_same_bits(*found)
+
+
 def test_the_average_is_shown_and_hidden_as_on_any_path():
     parameters = make_parameters(dtype=torch.float32)
     optimizer = run(parameters, make_gradients(5), fused=True)
