@@ -2,10 +2,12 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,6 +143,66 @@ def test_what_averages_held_before_the_first_step_makes_no_difference():
         optimizer.state[p]["returned"].fill_(torch.inf)
     advance(optimizer, parameters, make_gradients(3))
     assert all(value.isfinite().all() for value in everything(optimizer).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("average", {"pullback_strength": 0.0, "ema_power": 0.0}),
+        ("returned", {"ema_power": 0.5, "return_power": 0.0}),
+    ],
+)
+def test_averages_go_all_the_way_from_what_is_infinite(name, settings):
+    (parameter,) = parameters = make_parameters(dtype=torch.float32, shapes=[(35,)])
+    optimizer = run(parameters, make_gradients(2, shapes=[(35,)]), fused=True, **settings)
+    optimizer.state[parameter][name].fill_(torch.inf)
+    advance(optimizer, parameters, make_gradients(1, shapes=[(35,)]))
+    assert torch.equal(optimizer.state[parameter][name], parameter.detach())
+
+
+@pytest.mark.parametrize("powers", [(1.0, 0.5), (0.5, 1.0)])
+def test_averages_that_hardly_move_rest_beside_what_is_infinite(powers):
+    """A rate below half an ulp of 1 moves nothing; 0 times infinity would."""
+    (parameter,) = parameters = make_parameters(dtype=torch.float32, shapes=[(35,)])
+    settings = {"ema_power": powers[0], "return_power": powers[1], "fused": True}
+    optimizer = run(parameters, make_gradients(2, shapes=[(35,)]), **settings)
+    state = optimizer.state[parameter]
+    state["step"].fill_(2.0**31)
+    state["average"].copy_(parameter.detach())  # no gap, no pull
+    rests, moves = ("average", "returned") if powers[0] == 1.0 else ("returned", "average")
+    before = {name: state[name].clone() for name in (rests, moves)}
+    with torch.no_grad():
+        parameter[[0, 20, 34]] = torch.inf
+    advance(optimizer, parameters, make_gradients(1, shapes=[(35,)]))
+    assert torch.equal(state[rests], before[rests])
+    assert not torch.equal(state[moves], before[moves])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.skipif(os.environ.get("CC") is not None, reason="one compiler was asked for")
+def test_compilers_make_the_same_of_it_to_the_bit(compiler, tmp_path, monkeypatch):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}")
+    code = (
+        "from problems import *\n"
+        "found = []\n"
+        "for name in ('default', 'lookahead', 'uniform'):\n"
+        "    for storage in ('float32', 'bfloat16', 'int8'):\n"
+        "        parameters = make_parameters(dtype=torch.float32, shapes=[(300,), (5, 7)])\n"
+        "        gradients = make_gradients(4, shapes=[(300,), (5, 7)])\n"
+        "        settings = {**VARIANTS[name], 'average_dtype': storage, 'return_power': 0.7}\n"
+        "        found.append(everything(run(parameters, gradients, fused=True, **settings)))\n"
+        "torch.save(found, sys.argv[1])\n"
+    )
+    runs = []
+    for name, more in (("usual", {}), (compiler, {"CC": compiler, "PACELINE_CACHE": str(tmp_path)})):
+        command = [sys.executable, "-c", "import sys\n" + code, str(tmp_path / name)]
+        path = str(Path(__file__).parents[1])
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **more}, check=True)
+        runs.append(torch.load(tmp_path / name))
+    for ours, theirs in zip(*runs, strict=True):
+        assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -1,27 +1,29 @@
 /* The update in one pass over memory, for float32 weights on a CPU: pace_step_ of rule.py, and moved averages.
  *
  * Sixteen elements at a time, one line of cache of each array, so that no line is asked for twice: arrays of
- * one size often begin at the same place of a page and would push each other out of the cache. For the same
- * reason averages are moved after a piece of weights, which are still in the cache: fewer arrays at a time.
- * Averages of which only residuals are kept are opened and closed a piece at a time, in memory that stays in
- * the first cache.
+ * one size often begin at the same place of a page and would push each other out of the cache. What comes next
+ * is asked for ahead: a CPU does so by itself too, but for fewer arrays, and not beyond a page. Averages of
+ * which only residuals are kept are opened and closed a piece at a time, in memory that stays in the first cache.
  *
  * Built without contraction: a product and a sum are two roundings here, on every machine and for every way of
  * sharing the work out, so that results depend neither on threads nor on the kind of CPU.
  */
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #define LINE 16
-#define PIECE 512
+#define AHEAD 128 /* elements between what is worked on and what is asked for */
+#define SHARING 128 /* neighbours that share a scale */
+#define PIECE SHARING
 #define BLOCK 1024 /* elements whose second moments are added up together */
-#define SHARING 128 /* neighbours that share a scale; a piece has whole ones of them */
 
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define EVERY_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define EVERY_CPU
 #endif
+#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     float *live;
@@ -50,54 +52,68 @@ typedef struct {
 enum { NO_PULL, OVER_DENOMINATOR, UNIFORM };
 enum { FLOAT32, BFLOAT16, INT8 }; /* storages of averages; of the last two, that of what live has beyond them */
 
-static inline __attribute__((always_inline)) void
-advance(const int count, float *restrict live, const float *restrict grad, float *restrict exp_avg,
-        float *restrict exp_avg_sq, float *restrict average, float *restrict lanes, const Scalars *restrict s,
-        const int counts, const int momentum, const int pull, const int lookahead)
+/* What is the same for all elements of a tensor. */
+typedef struct {
+    int momentum, pull, lookahead;
+    int averages; /* how many of them move */
+    int ends;     /* whether one of them moves all the way to live weights, or not at all */
+} Kind;
+
+/* Without `ends` nothing is looked at. All the way is also away from an infinite average, and one that does not
+ * move rests also beside an infinite weight: 0 times infinity would be NaN. */
+INLINE void
+move(const int count, float *restrict average, const float *restrict live, float keep, float move, int ends)
 {
-    float p[LINE], g[LINE], m[LINE], v[LINE], a[LINE], inverse[LINE], new[LINE];
+    if (!ends || (keep != 0.0f && move != 0.0f))
+        for (int i = 0; i < count; i++) average[i] = average[i] * keep + live[i] * move;
+    else if (keep == 0.0f)
+        for (int i = 0; i < count; i++) average[i] = live[i];
+}
+
+/* Each loop over a line is a vector or a few; decisions are made between them. */
+INLINE void
+advance(const int count, float *restrict live, const float *restrict grad, float *restrict exp_avg,
+        float *restrict exp_avg_sq, float *restrict average, float *restrict returned, float *restrict lanes,
+        const Scalars *restrict s, const Kind kind)
+{
+    float p[LINE], g[LINE], m[LINE], v[LINE], a[LINE] = {0}, r[LINE] = {0}, inverse[LINE], new[LINE];
     for (int i = 0; i < count; i++) p[i] = live[i];
-    for (int i = 0; i < count; i++) g[i] = counts ? grad[i] * s->sign : grad[i];
-    if (momentum)
+    for (int i = 0; i < count; i++) g[i] = grad[i] * s->sign;
+    if (kind.momentum)
         for (int i = 0; i < count; i++) m[i] = exp_avg[i];
     else /* the first moment is the gradient, and new_m is 1 */
         for (int i = 0; i < count; i++) m[i] = g[i];
     for (int i = 0; i < count; i++) v[i] = exp_avg_sq[i];
-    if (pull != NO_PULL)
+    if (kind.averages > 0)
         for (int i = 0; i < count; i++) a[i] = average[i];
+    if (kind.averages > 1)
+        for (int i = 0; i < count; i++) r[i] = returned[i];
 
     for (int i = 0; i < count; i++) m[i] += (g[i] - m[i]) * s->new_m;
     for (int i = 0; i < count; i++) v[i] = v[i] * s->old_v + g[i] * g[i] * s->new_v;
     for (int i = 0; i < count; i++) inverse[i] = 1.0f / (sqrtf(v[i]) * s->root_factor + s->eps);
     for (int i = 0; i < count; i++) new[i] = p[i] + (m[i] * inverse[i] * s->step_size - p[i] * s->shrink);
 
-    if (lookahead) /* 0 times an infinite average would be NaN */
-        for (int i = 0; i < count; i++) a[i] = s->keep == 0.0f ? new[i] : a[i] * s->keep + new[i] * s->move;
-    if (pull != NO_PULL)
+    if (kind.lookahead) move(count, a, new, s->keep, s->move, kind.ends);
+    if (kind.pull != NO_PULL)
         for (int i = 0; i < count; i++) {
-            float gain = (pull == UNIFORM ? s->numerator : s->numerator * inverse[i]) * s->rate;
+            float gain = (kind.pull == UNIFORM ? s->numerator : s->numerator * inverse[i]) * s->rate;
             gain = gain > s->limit ? s->limit : gain;
-            new[i] += gain * (a[i] - (lookahead ? new[i] : p[i]));
+            new[i] += gain * (a[i] - (kind.lookahead ? new[i] : p[i]));
         }
+    if (kind.averages > 0 && !kind.lookahead) move(count, a, new, s->keep, s->move, kind.ends);
+    if (kind.averages > 1) move(count, r, new, s->keep_returned, s->move_returned, kind.ends);
 
     for (int i = 0; i < count; i++) live[i] = new[i];
-    if (momentum)
+    if (kind.momentum)
         for (int i = 0; i < count; i++) exp_avg[i] = m[i];
     for (int i = 0; i < count; i++) exp_avg_sq[i] = v[i];
-    if (pull == OVER_DENOMINATOR)
+    if (kind.pull == OVER_DENOMINATOR)
         for (int i = 0; i < count; i++) lanes[i] += v[i];
-    if (lookahead)
+    if (kind.averages > 0)
         for (int i = 0; i < count; i++) average[i] = a[i];
-}
-
-/* Not inlined, it is quicker. */
-static EVERY_CPU __attribute__((noinline)) void
-move_average(float *restrict average, const float *restrict live, int64_t count, float keep, float move)
-{
-    if (keep == 0.0f)
-        for (int64_t i = 0; i < count; i++) average[i] = live[i];
-    else if (move != 0.0f) /* else it rests, also beside an infinite weight */
-        for (int64_t i = 0; i < count; i++) average[i] = average[i] * keep + live[i] * move;
+    if (kind.averages > 1)
+        for (int i = 0; i < count; i++) returned[i] = r[i];
 }
 
 /* --- Residuals in few bits: storage.py says it, and what follows is the same to the bit ---------------- */
@@ -109,7 +125,7 @@ typedef union {
     uint32_t bits;
 } Word;
 
-static inline uint32_t mix(uint32_t x)
+INLINE uint32_t mix(uint32_t x)
 {
     x = (x ^ x >> 16) * 0x7FEB352Du;
     x = (x ^ x >> 15) * 0x846CA68Bu;
@@ -117,7 +133,7 @@ static inline uint32_t mix(uint32_t x)
 }
 
 /* Elements first to first + count of an average beside live weights, which are those before the step. */
-static EVERY_CPU __attribute__((noinline)) void
+static EVERY_CPU void
 open_average(float *restrict average, const void *restrict kept, const float *restrict scale,
              const float *restrict live, int64_t first, int count, int storage)
 {
@@ -140,7 +156,7 @@ open_average(float *restrict average, const void *restrict kept, const float *re
 
 /* The way back, beside the weights after the step; `average` is used up, `seed` is mix(2 * t + salt). In loops of
  * 32 bits, and others that narrow: mixed, half of a vector would stay empty. */
-static EVERY_CPU __attribute__((noinline)) void
+static EVERY_CPU void
 close_average(float *restrict average, void *restrict kept, float *restrict scale,
               const float *restrict live, int64_t first, int count, int storage, uint32_t seed)
 {
@@ -189,13 +205,12 @@ close_average(float *restrict average, void *restrict kept, float *restrict scal
 /* --- A step ------------------------------------------------------------------------------------------- */
 
 /* Of the second moments of a block, by place in a line: in float, over few enough lines to be exact to 1e-6. */
-static inline __attribute__((always_inline)) void
-gather(const int count, float *restrict lanes, const float *restrict exp_avg_sq)
+INLINE void gather(const int count, float *restrict lanes, const float *restrict exp_avg_sq)
 {
     for (int i = 0; i < count; i++) lanes[i] += exp_avg_sq[i];
 }
 
-static inline __attribute__((always_inline)) double total(const float *lanes)
+INLINE double total(const float *lanes)
 {
     double sum = 0;
     for (int i = 0; i < LINE; i++) sum += lanes[i];
@@ -208,102 +223,115 @@ typedef struct {
     int64_t first, last;
 } Range;
 
-static inline int64_t blocks_of(int64_t elements) { return (elements + BLOCK - 1) / BLOCK; }
+INLINE int64_t blocks_of(int64_t elements) { return (elements + BLOCK - 1) / BLOCK; }
 
-static inline Range blocks_between(int64_t begin, int64_t end, int64_t offset, int64_t elements)
+INLINE Range blocks_between(int64_t begin, int64_t end, int64_t offset, int64_t elements)
 {
     Range range = {begin > offset ? blocks_of(begin - offset) : 0, end > offset ? blocks_of(end - offset) : 0};
     if (range.last > blocks_of(elements)) range.last = blocks_of(elements);
     return range;
 }
 
-static inline __attribute__((always_inline)) void
-walk(const Tensor *t, Range range, const Scalars *s, double *sums, int storage, int64_t age, const int counts,
-     const int momentum, const int pull, const int lookahead, const int averages)
+/* For what is done AHEAD elements from now; what lies beyond an array is asked for to no effect. */
+INLINE void ask(const void *array, int64_t element, int size)
 {
-#define ARRAYS t->live + i, t->grad + i, momentum ? t->exp_avg + i : 0, t->exp_avg_sq + i, average + (i - begin)
+    __builtin_prefetch((const void *)((uintptr_t)array + (uintptr_t)((element + AHEAD) * size)));
+}
+
+INLINE void
+walk(const Tensor *t, Range range, const Scalars *s, double *sums, int storage, int64_t age, const Kind kind)
+{
+#define ARRAYS t->live + i, t->grad + i, t->exp_avg + i, t->exp_avg_sq + i, average + (i - begin), returned + (i - begin)
+    const int size = storage == FLOAT32 ? 4 : storage == BFLOAT16 ? 2 : 1;
     for (int64_t block = range.first; block < range.last; block++) {
         float lanes[LINE] = {0};
         int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
         while (i < last) {
             const int64_t begin = i, end = i + PIECE < last ? i + PIECE : last, count = end - begin;
-            const float *live = t->live + begin;
             float opened[2][PIECE], *average = opened[0], *returned = opened[1];
             if (storage == FLOAT32) {
                 average = (float *)t->average + begin;
                 returned = (float *)t->returned + begin;
-            } else if (averages > 0 && age == 1) { /* whatever was kept before a first step, it is live */
-                move_average(average, live, count, 0.0f, 1.0f);
-                move_average(returned, live, count, 0.0f, 1.0f);
-            } else if (averages > 0) {
+            } else if (kind.averages > 0 && age == 1) { /* whatever was kept before a first step, it is live */
+                memcpy(average, t->live + begin, sizeof(float) * count);
+                memcpy(returned, t->live + begin, sizeof(float) * count);
+            } else if (kind.averages > 0) {
                 open_average(average, t->average, t->average_scale, t->live, begin, count, storage);
-                if (averages > 1)
+                if (kind.averages > 1)
                     open_average(returned, t->returned, t->returned_scale, t->live, begin, count, storage);
             }
-            for (; i + LINE <= end; i += LINE) advance(LINE, ARRAYS, lanes, s, counts, momentum, pull, lookahead);
-            for (; i < end; i++) advance(1, ARRAYS, lanes, s, counts, momentum, pull, lookahead);
-            if (averages > 0 && !lookahead) move_average(average, live, count, s->keep, s->move);
-            if (averages > 1) move_average(returned, live, count, s->keep_returned, s->move_returned);
+            for (; i + LINE <= end; i += LINE) {
+                ask(t->live, i, sizeof(float));
+                ask(t->grad, i, sizeof(float));
+                if (kind.momentum) ask(t->exp_avg, i, sizeof(float));
+                ask(t->exp_avg_sq, i, sizeof(float));
+                if (kind.averages > 0) ask(t->average, i, size);
+                if (kind.averages > 1) ask(t->returned, i, size);
+                advance(LINE, ARRAYS, lanes, s, kind);
+            }
+            for (; i < end; i++) advance(1, ARRAYS, lanes, s, kind);
             if (storage == FLOAT32) continue;
             const uint32_t moment = 2 * (uint32_t)age;
-            if (averages > 0)
+            if (kind.averages > 0)
                 close_average(average, t->average, t->average_scale, t->live, begin, count, storage, mix(moment));
-            if (averages > 1)
+            if (kind.averages > 1)
                 close_average(returned, t->returned, t->returned_scale, t->live, begin, count, storage,
                               mix(moment + 1));
         }
-        if (pull == OVER_DENOMINATOR) sums[block] = total(lanes);
+        if (kind.pull == OVER_DENOMINATOR) sums[block] = total(lanes);
     }
 }
+
+/* What is usual has loops of its own, in which nothing is decided. Each takes a second to build. */
+static EVERY_CPU void
+step(const Tensor *t, Range range, const Scalars *scalars, double *sums, int storage, int64_t age, Kind kind)
+{
+    const Scalars s = *scalars;
+    const int usual = kind.momentum && kind.pull == OVER_DENOMINATOR && !kind.lookahead && !kind.ends;
+    if (usual && kind.averages == 1) walk(t, range, &s, sums, storage, age, (Kind){1, OVER_DENOMINATOR, 0, 1, 0});
+    else if (usual && kind.averages == 2) walk(t, range, &s, sums, storage, age, (Kind){1, OVER_DENOMINATOR, 0, 2, 0});
+    else walk(t, range, &s, sums, storage, age, kind);
+}
+
+static EVERY_CPU void add_up(const Tensor *t, Range range, double *sums)
+{
+    for (int64_t block = range.first; block < range.last; block++) {
+        float lanes[LINE] = {0};
+        int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
+        for (; i + LINE <= last; i += LINE) gather(LINE, lanes, t->exp_avg_sq + i);
+        for (; i < last; i++) gather(1, lanes, t->exp_avg_sq + i);
+        sums[block] = total(lanes);
+    }
+}
+
+/* --- What Python calls: without clones, whose names not every compiler leaves as they are ----------------- */
 
 /* One step of the blocks that begin between the elements begin and end, counted through all tensors; averages:
  * how many of them move, or with residuals of live weights, which move in any case, how many there are; age: how
  * many steps the tensors have taken, this one included. Sums of the new second moments, a block each, are left
  * where the pull may need them. */
-EVERY_CPU void
-paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums,
-              const Scalars *scalars, int pull, int lookahead, int averages, int storage, int64_t age)
+void paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums,
+                   const Scalars *s, int pull, int lookahead, int averages, int storage, int64_t age)
 {
-    const Scalars s = *scalars;
+    const int ends = !s->keep || !s->move || (averages > 1 && (!s->keep_returned || !s->move_returned));
     int64_t offset = 0;
     for (int64_t k = 0; k < count && offset < end; k++) {
-        Range range = blocks_between(begin, end, offset, tensors[k].elements);
-        const int counts = s.sign != 1, momentum = tensors[k].exp_avg != 0;
-#define CASE(C, M, P, L, A) \
-        if (counts <= C && momentum == M && pull == P && lookahead == L && averages == A) \
-            walk(&tensors[k], range, &s, sums, storage, age, C, M, P, L, A); \
-        else
-        CASE(0, 1, NO_PULL, 0, 0) CASE(0, 1, NO_PULL, 0, 1) CASE(0, 1, NO_PULL, 0, 2)
-        CASE(0, 1, UNIFORM, 0, 1) CASE(0, 1, UNIFORM, 0, 2) CASE(0, 1, UNIFORM, 1, 1) CASE(0, 1, UNIFORM, 1, 2)
-        CASE(0, 1, OVER_DENOMINATOR, 0, 1) CASE(0, 1, OVER_DENOMINATOR, 0, 2)
-        CASE(0, 1, OVER_DENOMINATOR, 1, 1) CASE(0, 1, OVER_DENOMINATOR, 1, 2)
-        /* Clipped, or without momentum. Each takes a third of a second to build, so of what is rare there is
-         * one for all, which is several times slower. */
-        CASE(1, 1, NO_PULL, 0, 0) CASE(1, 1, NO_PULL, 0, 1) CASE(1, 1, OVER_DENOMINATOR, 0, 1) CASE(1, 1, OVER_DENOMINATOR, 0, 2)
-        CASE(1, 0, NO_PULL, 0, 0) CASE(1, 0, OVER_DENOMINATOR, 0, 1) CASE(1, 0, OVER_DENOMINATOR, 0, 2)
-        walk(&tensors[k], range, &s, sums, storage, age, 1, momentum, pull, lookahead, averages);
+        const Range range = blocks_between(begin, end, offset, tensors[k].elements);
+        const Kind kind = {tensors[k].exp_avg != 0, pull, lookahead, averages, ends};
+        step(&tensors[k], range, s, sums, storage, age, kind);
         offset += tensors[k].elements;
         sums += blocks_of(tensors[k].elements);
     }
 }
 
 /* The same sums of the second moments as they are. */
-EVERY_CPU void
-paceline_sums(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums)
+void paceline_sums(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums)
 {
     int64_t offset = 0;
     for (int64_t k = 0; k < count && offset < end; k++) {
-        const Tensor *t = &tensors[k];
-        Range range = blocks_between(begin, end, offset, t->elements);
-        for (int64_t block = range.first; block < range.last; block++) {
-            float lanes[LINE] = {0};
-            int64_t i = block * BLOCK, last = i + BLOCK < t->elements ? i + BLOCK : t->elements;
-            for (; i + LINE <= last; i += LINE) gather(LINE, lanes, t->exp_avg_sq + i);
-            for (; i < last; i++) gather(1, lanes, t->exp_avg_sq + i);
-            sums[block] = total(lanes);
-        }
-        offset += t->elements;
-        sums += blocks_of(t->elements);
+        add_up(&tensors[k], blocks_between(begin, end, offset, tensors[k].elements), sums);
+        offset += tensors[k].elements;
+        sums += blocks_of(tensors[k].elements);
     }
 }
 
