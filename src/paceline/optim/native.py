@@ -34,8 +34,8 @@ from paceline.optim.rule import Scalar, Slot, at_count
 from paceline.optim.state import State, scale_key
 
 SOURCE = Path(__file__).with_name("native.c")
-# No fused multiply-add, no errno: results do not depend on the CPU, and square roots are vectors. Loops over a
-# line are made vectors, not sixteen statements each, which GCC does not always put together again.
+# No fused multiply-add, no errno: results do not depend on the CPU, and square roots are vectors. Loops over
+# a line are made vectors, not sixteen statements each, which GCC does not always put together again.
 FLAGS = (
     *("-std=gnu11", "-O3", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
