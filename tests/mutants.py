@@ -1536,15 +1536,15 @@ PACE = [
     Mutant(
         "native-infinite-averages-stay",
         "native.c",
-        "const int ends = !s->keep ||",
-        "const int ends =",
+        "(!s->keep || !s->move);",
+        "!s->move;",
         ("tests/optim/test_native.py::test_averages_go_all_the_way_from_what_is_infinite",),
     ),
     Mutant(
         "native-averages-that-rest-move",
         "native.c",
-        "|| !s->move || (",
-        "|| (",
+        "(!s->keep || !s->move);",
+        "!s->keep;",
         ("tests/optim/test_native.py::test_averages_that_hardly_move_rest_beside_what_is_infinite",),
     ),
     Mutant(

@@ -282,15 +282,18 @@ walk(const Tensor *t, Range range, const Scalars *s, double *sums, int storage, 
     }
 }
 
-/* What is usual has loops of its own, in which nothing is decided. Each takes a second to build. */
+/* What is usual has loops of its own, in which nothing is decided. Each takes half a second to build. */
 static EVERY_CPU void
 step(const Tensor *t, Range range, const Scalars *scalars, double *sums, int storage, int64_t age, Kind kind)
 {
     const Scalars s = *scalars;
-    const int usual = kind.momentum && kind.pull == OVER_DENOMINATOR && !kind.lookahead && !kind.ends;
-    if (usual && kind.averages == 1) walk(t, range, &s, sums, storage, age, (Kind){1, OVER_DENOMINATOR, 0, 1, 0});
-    else if (usual && kind.averages == 2) walk(t, range, &s, sums, storage, age, (Kind){1, OVER_DENOMINATOR, 0, 2, 0});
-    else walk(t, range, &s, sums, storage, age, kind);
+    const int usual = !kind.lookahead && !kind.ends;
+#define CASE(M, P, A) \
+    if (usual && kind.momentum == M && kind.pull == P && kind.averages == A) \
+        walk(t, range, &s, sums, storage, age, (Kind){.momentum = M, .pull = P, .averages = A}); \
+    else
+    CASE(1, OVER_DENOMINATOR, 2) CASE(1, OVER_DENOMINATOR, 1) CASE(0, OVER_DENOMINATOR, 1) CASE(1, NO_PULL, 0)
+    walk(t, range, &s, sums, storage, age, kind);
 }
 
 static EVERY_CPU void add_up(const Tensor *t, Range range, double *sums)
@@ -313,7 +316,8 @@ static EVERY_CPU void add_up(const Tensor *t, Range range, double *sums)
 void paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums,
                    const Scalars *s, int pull, int lookahead, int averages, int storage, int64_t age)
 {
-    const int ends = !s->keep || !s->move || (averages > 1 && (!s->keep_returned || !s->move_returned));
+    const int end_of_first = averages > 0 && (!s->keep || !s->move);
+    const int ends = end_of_first || (averages > 1 && (!s->keep_returned || !s->move_returned));
     int64_t offset = 0;
     for (int64_t k = 0; k < count && offset < end; k++) {
         const Range range = blocks_between(begin, end, offset, tensors[k].elements);

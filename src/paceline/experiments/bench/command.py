@@ -24,10 +24,11 @@ EXAMPLES = """examples:
       some optimizers on the tensors of GPT-2
 
 Each optimizer takes turns with torch's fused AdamW, and × is the ratio of their medians. "of copying" is the
-share of the bandwidth that copying a large tensor reaches, if weights, gradients and state of the update went
-through memory once. state and temporary are bytes for a parameter. On a GPU, ms is the time that it is busy,
-as in training, where the host is ahead; wall is from an idle GPU to an idle GPU, after steps of others, and
-again is the same right after a step of its own, when the host's caches still have what it needs."""
+share of the bandwidth that copying a large tensor reaches (on a CPU, changing one in place), if weights,
+gradients and state of the update went through memory once. state and temporary are bytes for a parameter.
+On a GPU, ms is the time that it is busy, as in training, where the host is ahead; wall is from an idle GPU to
+an idle GPU, after steps of others, and again is the same right after a step of its own, when the host's
+caches still have what it needs."""
 
 _HEAD = ("", "ms", "10-90 %", "×", "of copying", "state", "temporary", "wall", "×", "again", "×")
 
