@@ -1548,6 +1548,13 @@ PACE = [
         ("tests/optim/test_native.py::test_averages_that_hardly_move_rest_beside_what_is_infinite",),
     ),
     Mutant(
+        "native-averages-that-rest-move-ahead",
+        "native.c",
+        "if (kind.lookahead) move(count, a, new, s->keep, s->move, kind.ends);",
+        "if (kind.lookahead) move(count, a, new, s->keep, s->move, 0);",
+        ("tests/optim/test_native.py::test_averages_that_hardly_move_rest_beside_what_is_infinite",),
+    ),
+    Mutant(
         "native-second-averages-that-rest-move",
         "native.c",
         "!s->keep_returned || !s->move_returned",

@@ -149,6 +149,7 @@ def test_what_averages_held_before_the_first_step_makes_no_difference():
     ("name", "settings"),
     [
         ("average", {"pullback_strength": 0.0, "ema_power": 0.0}),
+        ("average", {"gap": "lookahead", "ema_power": 0.0}),
         ("returned", {"ema_power": 0.5, "return_power": 0.0}),
     ],
 )
@@ -160,11 +161,12 @@ def test_averages_go_all_the_way_from_what_is_infinite(name, settings):
     assert torch.equal(optimizer.state[parameter][name], parameter.detach())
 
 
+@pytest.mark.parametrize("gap", ["pre", "lookahead"])
 @pytest.mark.parametrize("powers", [(1.0, 0.5), (0.5, 1.0)])
-def test_averages_that_hardly_move_rest_beside_what_is_infinite(powers):
+def test_averages_that_hardly_move_rest_beside_what_is_infinite(powers, gap):
     """A rate below half an ulp of 1 moves nothing; 0 times infinity would."""
     (parameter,) = parameters = make_parameters(dtype=torch.float32, shapes=[(35,)])
-    settings = {"ema_power": powers[0], "return_power": powers[1], "fused": True}
+    settings = {"ema_power": powers[0], "return_power": powers[1], "gap": gap, "fused": True}
     optimizer = run(parameters, make_gradients(2, shapes=[(35,)]), **settings)
     state = optimizer.state[parameter]
     state["step"].fill_(2.0**31)

@@ -241,7 +241,8 @@ INLINE void ask(const void *array, int64_t element, int size)
 INLINE void
 walk(const Tensor *t, Range range, const Scalars *s, double *sums, int storage, int64_t age, const Kind kind)
 {
-#define ARRAYS t->live + i, t->grad + i, t->exp_avg + i, t->exp_avg_sq + i, average + (i - begin), returned + (i - begin)
+#define ARRAYS t->live + i, t->grad + i, kind.momentum ? t->exp_avg + i : 0, t->exp_avg_sq + i, \
+               average + (i - begin), returned + (i - begin)
     const int size = storage == FLOAT32 ? 4 : storage == BFLOAT16 ? 2 : 1;
     for (int64_t block = range.first; block < range.last; block++) {
         float lanes[LINE] = {0};
@@ -292,7 +293,8 @@ step(const Tensor *t, Range range, const Scalars *scalars, double *sums, int sto
     if (usual && kind.momentum == M && kind.pull == P && kind.averages == A) \
         walk(t, range, &s, sums, storage, age, (Kind){.momentum = M, .pull = P, .averages = A}); \
     else
-    CASE(1, OVER_DENOMINATOR, 2) CASE(1, OVER_DENOMINATOR, 1) CASE(0, OVER_DENOMINATOR, 1) CASE(1, NO_PULL, 0)
+    CASE(1, OVER_DENOMINATOR, 2) CASE(1, OVER_DENOMINATOR, 1) CASE(1, NO_PULL, 0)
+    CASE(0, OVER_DENOMINATOR, 2) CASE(0, OVER_DENOMINATOR, 1)
     walk(t, range, &s, sums, storage, age, kind);
 }
 
@@ -310,8 +312,8 @@ static EVERY_CPU void add_up(const Tensor *t, Range range, double *sums)
 /* --- What Python calls: without clones, whose names not every compiler leaves as they are ----------------- */
 
 /* One step of the blocks that begin between the elements begin and end, counted through all tensors; averages:
- * how many of them move, or with residuals of live weights, which move in any case, how many there are; age: how
- * many steps the tensors have taken, this one included. Sums of the new second moments, a block each, are left
+ * how many of them move, or with residuals of live weights, which move in any case, how many there are (a pull
+ * wants one at least); age: how many steps the tensors have taken, this one included. Sums of the new second moments, a block each, are left
  * where the pull may need them. */
 void paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums,
                    const Scalars *s, int pull, int lookahead, int averages, int storage, int64_t age)

@@ -58,8 +58,9 @@ def copy_bandwidth(device: str, rounds: int = 7) -> float:
     """Bytes a second, reads and writes both counted, of copying one large tensor to another; on a CPU of
     changing one in place, as an optimizer does, since a CPU reads what it copies to as well."""
     elements = 2**28 if device == "cuda" else 2**26
-    source, target = (torch.ones(elements, device=device) for _ in range(2))
-    copy: Step = (lambda: source.mul_(1.0)) if device == "cpu" else (lambda: target.copy_(source))
+    source = torch.ones(elements, device=device)
+    target = source if device == "cpu" else torch.ones_like(source)
+    copy: Step = (lambda: target.mul_(1.0)) if device == "cpu" else (lambda: target.copy_(source))
     copy()
     return 8 * elements / min(busy_seconds(copy, device, ahead=0.0) for _ in range(rounds))
 
