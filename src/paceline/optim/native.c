@@ -313,8 +313,8 @@ static EVERY_CPU void add_up(const Tensor *t, Range range, double *sums)
 
 /* One step of the blocks that begin between the elements begin and end, counted through all tensors; averages:
  * how many of them move, or with residuals of live weights, which move in any case, how many there are (a pull
- * wants one at least); age: how many steps the tensors have taken, this one included. Sums of the new second moments, a block each, are left
- * where the pull may need them. */
+ * wants one at least); age: how many steps the tensors have taken, this one included. Sums of the new second
+ * moments, a block each, are left where the pull may need them. */
 void paceline_step(const Tensor *tensors, int64_t count, int64_t begin, int64_t end, double *sums,
                    const Scalars *s, int pull, int lookahead, int averages, int storage, int64_t age)
 {
