@@ -1,0 +1,261 @@
+"""Run the batches of this study that the engine can run, and write a line for each finished run.
+
+`protocol.md` says what each batch decides. Runs that are in a record already are skipped, so the same command
+continues a batch on another machine:
+
+    python records/studies/sign/batches.py a --text wiki --held-out first.jsonl --out runs --keep new.jsonl
+
+Stop it any time; runs that had not finished continue from their checkpoints in --out.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from paceline.experiments import pool
+from paceline.experiments.config import Run
+from paceline.experiments.paper import lines
+from paceline.experiments.run import Interrupted
+from paceline.experiments.sweep.command import local_engine
+from paceline.experiments.sweep.conduct import cells_of, sweep
+
+HERE = Path(__file__).parent
+POWERS = (0.5, 0.6, 0.7, 0.8)
+"""κ of the averages that every method may return."""
+BEST = 3e-3
+"""AdamW's best rate at 7M in the records of the first round; the grids of rivals are multiples of it."""
+MODELS: dict[str, dict[str, Any]] = {
+    "7m": {"model": "gpt:7m", "length": 256, "batch_size": 64, "steps": 4000, "evaluate_every": 500},
+    "tiny": {"model": "gpt:0.3m", "length": 32, "batch_size": 4, "steps": 40, "evaluate_every": 20}
+    | {"held_out_samples": 8},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """One run, and what tables need to know of it."""
+
+    batch: str
+    method: str
+    setting: dict[str, Any]
+    lr: float
+    """As AdamW means it: a push of strength R trains its base at lr · (1 + R)."""
+    run: Run
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder; equal names are equal runs."""
+        parts = [f"{key}{value:g}" for key, value in self.setting.items()]
+        return "_".join([self.method, *parts, f"lr{self.lr:g}", f"n{self.run.steps}", f"s{self.run.seed}"])
+
+
+# --- Methods -------------------------------------------------------------------------------------------
+
+
+def trained(
+    scale: str, method: str, optimizer: str, lr: float, seed: int, *, base_lr: float | None = None, **own: Any
+) -> Named:
+    """Describe one run of a method; `own` holds its setting, and under `run` what differs in the run."""
+    changes = {"averages": tuple(f"power:{power:g}" for power in POWERS), "schedule": "constant"}
+    changes |= own.pop("run", {})
+    model = {**MODELS[scale], **changes}
+    run = Run(
+        optimizer=optimizer, lr=lr if base_lr is None else base_lr, seed=seed, **{"clip_norm": 1.0, **model},
+        warmup=model["steps"] // 10, checkpoint_every=model["steps"], keep=1, precision="auto",
+        compile=scale != "tiny", data=("text",), held_out=("held-out",),
+    )  # fmt: skip
+    return Named(batch="", method=method, setting=own, lr=lr, run=run)
+
+
+def adamw(scale: str, lr: float, seed: int, **changes: Any) -> Named:
+    """Describe AdamW at a constant rate, with averages beside it."""
+    return trained(scale, "adamw", "adamw:betas=(0.9,0.999),weight_decay=0.01", lr, seed, run=changes)
+
+
+def bema(scale: str, lr: float, seed: int) -> Named:
+    """Describe AdamW with bias-corrected EMAs beside it."""
+    names = tuple(
+        f"bema:{k:g},bias_power={b:g},every=1" for k, b in product((0.5, 0.6, 0.7), (0.2, 0.4, 0.6))
+    )
+    one = adamw(scale, lr, seed, averages=names)
+    return replace(one, method="bema")
+
+
+def wsd(scale: str, lr: float, seed: int, decay: float) -> Named:
+    """Describe AdamW that decays to 0 at the end, continued from the run at a constant rate."""
+    parent, steps = adamw(scale, lr, seed), MODELS[scale]["steps"]
+    fork = f"{parent.name}@{steps - round(decay * steps)}"
+    one = adamw(scale, lr, seed, schedule=f"wsd:decay={decay:g}", fork=fork)
+    return replace(one, method="wsd", setting={"decay": decay})
+
+
+def linear(scale: str, lr: float, seed: int) -> Named:
+    """Describe AdamW whose rate falls linearly from the end of the warm-up to 0."""
+    return replace(adamw(scale, lr, seed, schedule="wsd:decay=0.9"), method="linear")
+
+
+def push(scale: str, lr: float, seed: int, R: float, k: float, **changes: Any) -> Named:
+    """Describe a push: strength R < 0 on the average of power k; another average is returned."""
+    optimizer = (
+        f"pace:gain=uniform,pullback_strength={R:g},ema_power={k:g},return_power=0.7,"
+        "betas=(0.9,0.999),weight_decay=0.01"
+    )
+    beside = tuple(f"power:{power:g}" for power in POWERS if power != 0.7)
+    return trained(
+        scale,
+        "push",
+        optimizer,
+        lr,
+        seed,
+        base_lr=lr * (1 + R),
+        R=R,
+        k=k,
+        run={"averages": beside, **changes},
+    )
+
+
+def ademamix(scale: str, lr: float, seed: int, alpha: float, beta3: float) -> Named:
+    """Describe AdEMAMix whose two warm-ups are the run."""
+    steps = MODELS[scale]["steps"]
+    optimizer = (
+        f"ademamix:betas=(0.9,0.999,{beta3:g}),alpha={alpha:g},alpha_warmup={steps},beta3_warmup={steps},"
+        "weight_decay=0.01"
+    )
+    return trained(scale, "ademamix", optimizer, lr, seed, alpha=alpha, beta3=beta3)
+
+
+def gpa(scale: str, lr: float, seed: int, x: float, y: float) -> Named:
+    """Describe GPA around AdamW."""
+    optimizer = f"gpa:mu_x={x:g},mu_y={y:g},betas=(0.9,0.999),weight_decay=0.01"
+    return trained(scale, "gpa", optimizer, lr, seed, x=x, y=y)
+
+
+def nesterov(scale: str, lr: float, seed: int, push: float, decay: float = 0.99, stop: float = 0.76) -> Named:
+    """Describe EMA-Nesterov around AdamW; it pushes from 16 % of the run to `stop` of it."""
+    steps = MODELS[scale]["steps"]
+    optimizer = (
+        f"ema_nesterov:push={push:g},decay={decay:g},start={steps * 16 // 100},"
+        f"stop={round(steps * stop)},betas=(0.9,0.999),weight_decay=0.01"
+    )
+    return trained(scale, "nesterov", optimizer, lr, seed, push=push, decay=decay, stop=stop)
+
+
+def schedule_free(scale: str, lr: float, seed: int, b1: float, b2: float, wd: float = 0.1) -> Named:
+    """Describe Schedule-Free AdamW without clipping, as its authors run it."""
+    optimizer = f"schedule_free:betas=({b1:g},{b2:g}),weight_decay={wd:g}"
+    unclipped = {"averages": (), "clip_norm": None}
+    return trained(scale, "schedule_free", optimizer, lr, seed, b1=b1, b2=b2, wd=wd, run=unclipped)
+
+
+# --- Batches -------------------------------------------------------------------------------------------
+
+
+def batch_a(scale: str, seed: int = 1) -> Iterator[Named]:
+    """Select at 7M: the first grid of each method, in the order in which they are wanted."""
+    rates = [BEST * factor for factor in (1, 2 / 3, 3 / 2, 2, 1 / 2)]
+    near = rates[:3]
+    yield from (adamw(scale, lr, seed) for lr in rates)
+    yield from (push(scale, lr, seed, -0.5, 0.6) for lr in near)
+    for lr, beta3 in product((BEST * 2 / 3, BEST / 3, BEST * 4 / 3), (0.99, 0.997, 0.999)):
+        yield ademamix(scale, lr, seed, 5, beta3)
+    yield from (wsd(scale, lr, seed, decay) for lr, decay in product(rates[:4], (0.1, 0.2, 0.4)))
+    for R, k in product((-0.3, -0.5, -0.7), (0.5, 0.6, 0.7)):
+        if (R, k) != (-0.5, 0.6):
+            yield push(scale, BEST, seed, R, k)
+    for lr, x in product((BEST, 2 * BEST, 3 * BEST), (0.9869, 0.9934, 0.9967)):
+        yield gpa(scale, lr, seed, x, 0.7)
+    yield from (linear(scale, lr, seed) for lr in rates[:4])
+    for lr, share in product((BEST / 2, BEST, BEST * 4 / 3), (0.3, 0.6, 0.9)):
+        yield nesterov(scale, lr, seed, share)
+    for lr, (b1, b2) in product((BEST, 2 * BEST, 3 * BEST, 4 * BEST), ((0.9, 0.999), (0.95, 0.99))):
+        yield schedule_free(scale, lr, seed, b1, b2)
+    yield from (bema(scale, lr, seed) for lr in near)
+
+
+BATCHES: dict[str, Callable[[str], Iterable[Named]]] = {"a": batch_a}
+
+
+# --- Running -------------------------------------------------------------------------------------------
+
+
+def wanted(names: Iterable[str], scale: str, known: set[str]) -> dict[str, Named]:
+    """Return the runs that no record has, by name, and the parents of forks among them."""
+    every = {one.name: replace(one, batch=batch) for batch in names for one in BATCHES[batch](scale)}
+    found = {name: one for name, one in every.items() if name not in known}
+    for one in list(found.values()):
+        if one.run.after is not None:
+            parent, step = one.run.after
+            kept = found.get(parent, every[parent])
+            steps = tuple(sorted({*kept.run.keep_steps, step}))
+            found[parent] = replace(kept, run=replace(kept.run, keep_steps=steps))
+    return {name: found[name] for name in every if name in found}
+
+
+def main() -> int:
+    """Parse the command line, run what is wanted until the deadline, and write lines as runs finish."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("batches", nargs="+", choices=tuple(BATCHES))
+    parser.add_argument("--text", required=True, help="folder made by `paceline data`")
+    parser.add_argument("--held-out", required=True, help="file of the held-out articles for these runs")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--keep", type=Path, required=True, help="file that gets a line for each run")
+    parser.add_argument("--scale", choices=tuple(MODELS), default="7m", help="what is trained [7m]")
+    parser.add_argument("--jobs", type=int, default=8, help="runs in parallel [8]")
+    parser.add_argument("--until", type=float, default=float("inf"), help="start no run after this time")
+    given = parser.parse_args()
+    known = set(lines.read(sorted(HERE.glob("*.jsonl"))))
+    runs = wanted(given.batches, given.scale, known)
+    placed = {
+        name: replace(one.run, data=(given.text,), held_out=(given.held_out,)) for name, one in runs.items()
+    }
+    print(f"{len(runs)} runs to do, {len(known)} in records", flush=True)
+    cells = cells_of(placed, given.out, 1.0)
+
+    def engine(orders: Iterable[pool.Cell | None]) -> Iterator[pool.Told]:
+        def timely() -> Iterator[pool.Cell | None]:
+            for order in orders:
+                if time.time() > given.until:
+                    return
+                yield order
+
+        return local_engine([cell.run for cell in cells], given.jobs)(timely())
+
+    began, written = time.time(), set[str]()
+    try:
+        for event in sweep(cells, given.out, engine, heart_seconds=60, keep_models=False):
+            if isinstance(event, tuple) and isinstance(event[1], pool.Ended):
+                name = event[0].folder.name
+                print(f"{time.time() - began:5.0f} s  {event[1].how}  {name}  {event[1].text}", flush=True)
+                _write(runs, given.out, given.keep, written)
+            if time.time() > given.until:
+                return 0
+    except Interrupted:
+        print("stopped; the same command continues", flush=True)
+    finally:
+        _write(runs, given.out, given.keep, written)
+    return 0
+
+
+def _write(runs: dict[str, Named], out: Path, keep: Path, written: set[str]) -> None:
+    """Append the lines of runs that have ended since the last call."""
+    with keep.open("a") as file:
+        for name, one in runs.items():
+            folder = out / "cells" / name
+            if name not in written and folder.is_dir() and lines.is_ended(folder):
+                about = {"batch": one.batch, "method": one.method, "setting": one.setting, "lr": one.lr}
+                line = {**lines.line_of(folder), **about, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                written.add(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
