@@ -179,7 +179,39 @@ def batch_a(scale: str, seed: int = 1) -> Iterator[Named]:
     yield from (bema(scale, lr, seed) for lr in near)
 
 
-BATCHES: dict[str, Callable[[str], Iterable[Named]]] = {"a": batch_a}
+def batch_a_edges(scale: str, seed: int = 1) -> Iterator[Named]:
+    """Select at 7M: one more point where the best of the first grid lay at an edge."""
+    yield from (push(scale, BEST, seed, -0.8, k) for k in (0.5, 0.6))
+    yield from (ademamix(scale, BEST * 2 / 3, seed, 8, beta3) for beta3 in (0.999, 0.997))
+    yield push(scale, BEST * 3 / 2, seed, -0.7, 0.5)
+    yield ademamix(scale, BEST * 2 / 3, seed, 10, 0.999)
+
+
+def batch_a_second(scale: str) -> Iterator[Named]:
+    """Select at 7M: the two best settings of each method on seed 2, edges of rivals, bias-corrected EMAs."""
+    low, near = BEST * 2 / 3, BEST
+    for lr in (low, near):
+        yield adamw(scale, lr, 2)
+        yield from (wsd(scale, lr, 2, decay) for decay in (0.2, 0.4))
+    yield from (push(scale, near, 2, R, k) for R, k in ((-0.7, 0.5), (-0.5, 0.6)))
+    yield from (ademamix(scale, low, 2, 5, beta3) for beta3 in (0.997, 0.999))
+    yield from (nesterov(scale, lr, 2, 0.6) for lr in (near, near / 2))
+    yield from (gpa(scale, near, 2, x, 0.7) for x in (0.9869, 0.9934))
+    yield from (linear(scale, lr, 2) for lr in (1.5 * near, 2 * near))
+    yield linear(scale, 3 * near, 1)
+    yield from (nesterov(scale, near, 1, 0.6, decay) for decay in (0.98, 0.995))
+    yield nesterov(scale, near, 1, 0.6, stop=1.0)
+    yield from (gpa(scale, near, 1, 0.9934, y) for y in (0.5, 0.9))
+    yield from (gpa(scale, lr, 1, 0.9869, 0.7) for lr in (low, near / 2))
+    yield from (schedule_free(scale, 2 * near, 2, *betas) for betas in ((0.95, 0.99), (0.9, 0.999)))
+    yield schedule_free(scale, 2 * near, 1, 0.95, 0.99, 0.05)
+
+
+BATCHES: dict[str, Callable[[str], Iterable[Named]]] = {
+    "a": batch_a,
+    "a-edges": batch_a_edges,
+    "a-second": batch_a_second,
+}
 
 
 # --- Running -------------------------------------------------------------------------------------------
@@ -212,7 +244,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8, help="runs in parallel [8]")
     parser.add_argument("--until", type=float, default=float("inf"), help="start no run after this time")
     given = parser.parse_args()
-    known = set(lines.read(sorted(HERE.glob("*.jsonl"))))
+    known = set(lines.read(sorted(HERE.glob("2*.jsonl"))))
     runs = wanted(given.batches, given.scale, known)
     placed = {
         name: replace(one.run, data=(given.text,), held_out=(given.held_out,)) for name, one in runs.items()
@@ -236,8 +268,6 @@ def main() -> int:
                 name = event[0].folder.name
                 print(f"{time.time() - began:5.0f} s  {event[1].how}  {name}  {event[1].text}", flush=True)
                 _write(runs, given.out, given.keep, written)
-            if time.time() > given.until:
-                return 0
     except Interrupted:
         print("stopped; the same command continues", flush=True)
     finally:

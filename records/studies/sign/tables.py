@@ -1,0 +1,319 @@
+"""Redraw all tables and figures of this study from its records: `python records/studies/sign/tables.py`.
+
+It writes tables.md and PNG files beside itself. It refuses records that do not say where they come from, and
+comparisons of runs of different tokens. `protocol.md` says what the words below, tie and not settled mean.
+"""
+
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from scipy import stats
+
+matplotlib.use("Agg")
+HERE = Path(__file__).parent
+REPORT_FROM = 11
+"""Seeds from here on were never used to choose."""
+SMALLEST = 0.003
+"""Nats that count as a difference."""
+VIEWS = {"average": "average", "live": "live", "power_0_5": "κ .5", "power_0_6": "κ .6", "power_0_7": "κ .7"}
+VIEWS |= {"power_0_8": "κ .8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A finished run."""
+
+    batch: str
+    method: str
+    setting: str
+    lr: float
+    seed: int
+    steps: int
+    outcome: str
+    tokens: tuple[str, str]
+    """Fingerprints of the training and the held-out tokens."""
+    curve: tuple[tuple[int, dict[str, float]], ...]
+    seconds: float
+
+    @property
+    def views(self) -> dict[str, float]:
+        """Final losses of all weights the run could return; empty if it diverged."""
+        ended = self.outcome == "finished" and self.curve and self.curve[-1][0] == self.steps
+        return self.curve[-1][1] if ended else {}
+
+
+def read(paths: Iterable[Path]) -> list[Row]:
+    """Return the rows of record files; raise ValueError for one that does not say where it comes from."""
+    rows: dict[str, Row] = {}
+    for path in paths:
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            line = json.loads(text)
+            if "batch" not in line:
+                continue
+            row = _row(line, f"{path.name}, line {number}")
+            if line["name"] in rows:
+                raise ValueError(f"{path.name}, line {number}: {line['name']} is in the records twice")
+            rows[line["name"]] = row
+    return list(rows.values())
+
+
+def _row(line: dict[str, Any], where: str) -> Row:
+    config, about = line["config"], line.get("environment", {})
+    for what, value in (
+        ("seed", config.get("seed")),
+        ("code version", about.get("commit")),
+        ("hardware", about.get("gpu") or about.get("system")),
+    ):
+        if value is None:
+            raise ValueError(f"{where}: {line.get('name')} has no {what}; such a record proves nothing")
+    setting = line["setting"]
+    if "method" in setting:  # a line of lab.py, whose settings are in its name
+        shown = " ".join(line["name"].split("_")[2:-3])
+    else:
+        shown = " ".join(f"{key} {value:g}" for key, value in setting.items())
+    return Row(
+        batch=line["batch"],
+        method=line["method"],
+        setting=shown,
+        lr=line["lr"],
+        seed=config["seed"],
+        steps=config["steps"],
+        outcome=line["outcome"],
+        seconds=line["seconds"],
+        tokens=(line["data"]["fingerprint"], line["data"]["held_out_fingerprint"]),
+        curve=tuple((step, losses) for step, losses in line["evaluations"]),
+    )
+
+
+def check_same_tokens(rows: Sequence[Row], where: str) -> None:
+    """Raise ValueError, naming both, if rows to be compared were trained or judged on different tokens."""
+    for before, after in pairwise(rows):
+        for what, left, right in zip(("training", "held-out"), before.tokens, after.tokens, strict=True):
+            if left != right:
+                raise ValueError(
+                    f"{where}: {before.method} and {after.method} have different {what} tokens "
+                    f"({left[:12]} and {right[:12]}); they are never compared"
+                )
+
+
+# --- Choosing ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The setting that a method takes to its report runs, and the weights that it returns."""
+
+    method: str
+    setting: str
+    lr: float
+    view: str
+    loss: float
+    seeds: int
+    trials: int
+    diverged: int
+
+
+def choose(rows: Sequence[Row]) -> list[Choice]:
+    """Return the best setting of each method: of those with most selection seeds, the lowest mean."""
+    check_same_tokens(rows, "selection")
+    found = []
+    for method in sorted({row.method for row in rows}):
+        own: dict[tuple[str, float], list[Row]] = defaultdict(list)
+        for row in rows:
+            if row.method == method:
+                own[row.setting, row.lr].append(row)
+        most = max(len(group) for group in own.values())
+        candidates = []
+        for (setting, lr), group in own.items():
+            if len(group) == most and all(row.views for row in group):
+                for view in group[0].views:
+                    loss = mean(row.views[view] for row in group)
+                    candidates.append((loss, setting, lr, view))
+        diverged = sum(not row.views for group in own.values() for row in group)
+        if candidates:
+            loss, setting, lr, view = min(candidates)
+            found.append(
+                Choice(
+                    method=method,
+                    setting=setting,
+                    lr=lr,
+                    view=view,
+                    loss=loss,
+                    seeds=most,
+                    trials=len(own),
+                    diverged=diverged,
+                )
+            )
+    return sorted(found, key=lambda choice: choice.loss)
+
+
+# --- Comparing -----------------------------------------------------------------------------------------
+
+
+def steps_saved(curve: Sequence[tuple[int, float]], target: float) -> float | None:
+    """Return the share of steps saved until a curve reaches a loss, by interpolation in ln t; None if never.
+
+    >>> round(steps_saved([(1000, 4.0), (2000, 3.0), (4000, 2.0)], 2.5), 4)
+    0.2929
+    """
+    last = curve[-1][0]
+    for (t, loss), (after, lower) in pairwise(curve):
+        if lower <= target < loss:
+            share = (loss - target) / (loss - lower)
+            return 1 - math.exp(math.log(t) + share * math.log(after / t)) / last
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One method against one rival on report seeds."""
+
+    rival: str
+    difference: float
+    half_width: float
+    pairs: int
+    saved: float | None
+    words: str
+
+
+def verdicts(method: Choice, rivals: Sequence[Choice], rows: Sequence[Row]) -> list[Verdict]:
+    """Compare a method with all rivals at once, by the rules of the protocol."""
+    check_same_tokens(rows, "report")
+    own = _runs(method, rows)
+    compared = [(rival, _runs(rival, rows)) for rival in rivals]
+    compared = [(rival, runs) for rival, runs in compared if len(own.keys() & runs.keys()) > 1]
+    shared = [sorted(own.keys() & runs.keys()) for _, runs in compared]
+    spread = [
+        [_loss(method, own, seed) - _loss(rival, runs, seed) for seed in seeds]
+        for (rival, runs), seeds in zip(compared, shared, strict=True)
+    ]
+    freedom = sum(len(each) - 1 for each in spread)
+    if not freedom:
+        return []
+    pooled = math.sqrt(sum((x - mean(each)) ** 2 for each in spread for x in each) / freedom)
+    found = []
+    for (rival, runs), seeds, each in zip(compared, shared, spread, strict=True):
+        error, difference = pooled / math.sqrt(len(each)), mean(each)
+        half = error * float(stats.t.ppf(1 - 0.025 / len(compared), freedom))
+        narrow = error * float(stats.t.ppf(0.95, freedom))
+        words = f"not settled; these seeds could detect {max(half, SMALLEST):.3f}"
+        if abs(difference) > max(half, SMALLEST):
+            words = "below" if difference < 0 else "above"
+        elif abs(difference) + narrow <= SMALLEST:
+            words = "tie"
+        curves = [[(t, losses[method.view]) for t, losses in own[seed].curve] for seed in seeds]
+        saved = [
+            steps_saved(curve, _loss(rival, runs, seed)) for curve, seed in zip(curves, seeds, strict=True)
+        ]
+        known = [value for value in saved if value is not None]
+        found.append(
+            Verdict(
+                rival=rival.method,
+                difference=difference,
+                half_width=half,
+                pairs=len(each),
+                saved=mean(known) if len(known) == len(saved) else None,
+                words=words,
+            )
+        )
+    return found
+
+
+def _runs(choice: Choice, rows: Sequence[Row]) -> dict[int, Row]:
+    wanted = (choice.method, choice.setting, choice.lr)
+    return {row.seed: row for row in rows if (row.method, row.setting, row.lr) == wanted and row.views}
+
+
+def _loss(choice: Choice, runs: dict[int, Row], seed: int) -> float:
+    return runs[seed].views[choice.view]
+
+
+# --- Drawing -------------------------------------------------------------------------------------------
+
+
+def table(title: str, head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown under a title."""
+    rows = [head, ["---"] * len(head), *lines]
+    return f"## {title}\n\n" + "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows) + "\n"
+
+
+def main() -> int:
+    """Read the records, and write tables.md and the figures."""
+    paths = sorted(HERE.glob("2*.jsonl"))
+    try:
+        rows = read(paths)
+        parts = ["# Tables of the study\n\nMade by `tables.py` from the records beside it.\n", minutes()]
+        parts += selection([row for row in rows if row.seed < REPORT_FROM and row.batch.startswith("a")])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    (HERE / "tables.md").write_text("\n".join(parts), encoding="utf-8")
+    return 0
+
+
+def minutes() -> str:
+    """Return the table of GPU minutes."""
+    lines = [json.loads(text) for text in (HERE / "minutes.jsonl").read_text().splitlines()]
+    return table(
+        "GPU minutes",
+        ("date", "batch", "minutes", "runs", "hardware"),
+        [[x["date"], x["batch"], x["minutes"], x["runs"], x["hardware"]] for x in lines],
+    )
+
+
+def selection(rows: Sequence[Row]) -> list[str]:
+    """Return the tables of the selection at 7M, and draw its figure."""
+    chosen = choose(rows)
+    best = [
+        [
+            c.method,
+            c.setting,
+            f"{c.lr:g}",
+            VIEWS.get(c.view, c.view),
+            f"{c.loss:.4f}",
+            c.seeds,
+            c.trials,
+            c.diverged,
+        ]
+        for c in chosen
+    ]
+    head = ("method", "setting", "lr", "returns", "loss", "seeds", "trials", "diverged")
+    every = [
+        [row.method, row.setting, f"{row.lr:g}", row.seed, VIEWS.get(view, view), f"{row.views[view]:.4f}"]
+        for row in sorted(rows, key=lambda row: (row.method, row.setting, row.lr, row.seed))
+        if row.views and (view := min(row.views, key=row.views.__getitem__))
+    ]
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for choice in chosen:
+        own = [row for row in rows if row.method == choice.method and row.views]
+        rates = sorted({row.lr for row in own})
+        lowest = [min(min(row.views.values()) for row in own if row.lr == lr) for lr in rates]
+        axes.plot(rates, lowest, "o-", label=choice.method, markersize=4)
+    axes.set(
+        xscale="log",
+        xlabel="learning rate",
+        ylabel="held-out loss (nats a token)",
+        title="7M, 4,000 steps: the best setting of each method at each rate, seed 1",
+    )
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(HERE / "selection.png", dpi=150)
+    return [
+        table("Selection at 7M: the best setting of each method", head, best),
+        table(
+            "Selection at 7M: all runs", ("method", "setting", "lr", "seed", "best weights", "loss"), every
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
