@@ -62,8 +62,7 @@ def panel(axes: plt.Axes, title: str, meaning: str, problems: dict[float, Drifti
 def compare() -> None:
     """Print closed forms next to the recursion and to the Riccati equation."""
     problem = Drifting(curvature=0.2, velocity=0.03, sigma=0.7, wander=0.2, floor=0.05)
-    run = problem.losses(2.0, -0.5, 50, 50, 4000)
-    form = steady(0.2, 0.05, -0.025, 0.03, 0.7**2, 0.2)
+    run, form = problem.losses(2.0, -0.5, 50, 50, 4000), steady(0.2, 0.05, -0.025, 0.03, 0.7**2, 0.2)
     print("bias:", run.bias.item(), 0.1 * form.lag**2, " variance:", run.variance.item(), 0.1 * form.variance)
     control = feed_forward(relaxed_problem(0.7, 0.3, 5), 1.0).item(), relaxed_feed_forward(0.7, 0.3, 5, 1.0)
     print("feed-forward:", *control, " breakeven noise:", breakeven_noise(0.1, 0.01, 1e-3))

@@ -10,6 +10,7 @@
     recursion, limits   one coordinate of a quadratic: limiting and finite-time errors
     bounds   what is guaranteed for every convex loss
     family   EMA, EMA-Nesterov, GPA and Schedule-Free beside PACE, as one recursion
+    drift    a quadratic whose optimum moves: when to push away from the average
     discrete the stylised update on quadratics, convex losses and real data
     advice   from the numbers of a run to what its strength does
 

@@ -41,7 +41,7 @@ class Setting(NamedTuple):
 
 
 def pace(lr: float, rate: float, strength: float) -> Setting:
-    """c = βR, as in gain="uniform"; R = 0 is an EMA beside SGD, R < 0 pushes."""
+    """c = βR, as in gain="uniform"; R = 0 is an EMA beside SGD, R < 0 pushes: see drift.py."""
     beta = one("rate", checked_rate(rate))
     return Setting(one("lr", positive("lr", lr)), beta, beta * one("strength", finite("strength", strength)))
 
