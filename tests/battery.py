@@ -77,9 +77,6 @@ ROWS = {
         lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, foreach=False), refused=PACE_REFUSED
     ),
     "PACE foreach": Row(lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, foreach=True)),
-    "PACE fused": Row(
-        lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, fused=True), dtypes=(torch.float32,)
-    ),
     "PACE": Row(lambda p, lr: PACE(p, lr=lr), is_apart=False),
     "PACE returned": Row(
         lambda p, lr: PACE(p, lr=lr, gain="relative", pullback_strength=0.5, return_power=0.8, update_every=2)

@@ -1,20 +1,13 @@
 """Parameters, gradients, models and settings that many tests share."""
 
 import copy
-import os
-import shutil
 
-import pytest
 import torch
 from torch import nn
 
 from paceline import PACE
 from paceline.experiments.bench.measure import temporary_bytes
 
-needs_compiler = pytest.mark.skipif(
-    not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")),
-    reason="needs a C compiler",
-)
 PATHS = [False, True]  # foreach: the loop, which is the reference, and the list path
 SHAPES = [(4, 3), (5,), (), (2, 3, 2)]
 
@@ -190,7 +183,7 @@ def with_and_without_memory(change, shapes, device="cpu", **settings):
             if t == 4:
                 optimizer.param_groups[0].update(settings)
             if forgetful:
-                optimizer._fits.clear()
+                optimizer._tables.clear()
             advance(optimizer, parameters, [[gradient.to(device) for gradient in gradients]])
         runs.append(everything(optimizer))
     return runs

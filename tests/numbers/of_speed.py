@@ -36,7 +36,6 @@ from paceline.experiments.report import verdict
 from paceline.experiments.report.results import read_outcomes
 from paceline.experiments.theory import controllers, quadratics
 from paceline.optim import fused
-from paceline.optim.host import BLOCK
 
 H200 = HARDWARE["h200"]
 
@@ -105,19 +104,11 @@ def storage_page():
     kept, *_, smallest = read(RECORDS, "2026-11-18-kept-h200")["rows"]
     assert smallest["both, kept, more by"][0] > 2 * smallest["both, kept, more by"][1] > 0  # "lose more"
     small = {row["optimizer"]: row["wall"] for row in read(RECORDS, STEPS["small"])["rows"]}
-    of_small = by_optimizer(read(RECORDS, STEPS["small"]))
-    default, paper = (of_small["small", name] for name in ("PACE, fused", "PACE, fused, paper"))
     recorded = [small[f"PACE, fused{gain}, in a CUDA graph"] for gain in ("", ", paper")]
     recorded.append(small["AdamW, fused, in a CUDA graph"])
-    arm = by_optimizer(read(RECORDS, "2026-11-17-step-cpu"))
-    of_arm = [arm["gpt-18m", f"PACE, fused{gain}"]["ratio"] for gain in ("", ", paper")]
     return [
         f"It takes {max(recorded):.2f} ms at most, as AdamW's does, where an eager step of "
         f"AdamW takes {small['AdamW, fused']:.1f}.",
-        f"By default a step takes {default['wall_ratio']:.2f} and {default['again_ratio']:.2f} of AdamW's "
-        "time, with",
-        f"{paper['wall_ratio']:.2f} and {paper['again_ratio']:.2f}. A recorded step",
-        f"it takes {of_arm[0]:.2f} times AdamW's time with the default and {of_arm[1]:.2f} with",
         f"with one at every step it is {with_momentum:.2f}.",
         f"storing itself loses {most:.4f} at most",
         f"on a GPU {ratio('PACE, fused, paper, no momentum'):.2f} of the time of its fused step",
@@ -131,7 +122,6 @@ def storage_page():
         "without",
         f"With {fused.LARGE / 1e6:.0f}M weights or more",
         f"That takes {-100 * kept['step, kept, more by'][0] / kept['step']:.0f} % off a step",
-        f"two buffers of {4 * BLOCK / 2**20:.0f} MiB",
         f"the optimizer is {share['AdamW, fused']:.1f} % with torch's fused AdamW, "
         f"{share['PACE, fused, paper']:.1f} % with",
         f"and {share['PACE, fused']:.1f} % with the default",

@@ -280,13 +280,10 @@ def fsdp2_int8_is_refused(folder):
 
 
 def fsdp2_around_tensor_parallelism(folder):
-    """Weights that are cut twice: norm, scale and means are those of the whole."""
+    """Weights that are cut twice: scale and means are those of the whole."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    for settings in (
-        {"max_grad_norm": 0.3},
-        {"max_grad_norm": 0.3, "gain": "paper", "pullback_strength": 0.3},
-    ):
+    for settings in ({}, {"gain": "paper", "pullback_strength": 0.3}):
         torch.manual_seed(0)
         single = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
         model = parallelize_module(copy.deepcopy(single), mesh["tensor"], plan)
@@ -297,7 +294,6 @@ def fsdp2_around_tensor_parallelism(folder):
         for number in range(STEPS):  # the whole batch on each rank
             step(model, optimizer, number, torch.float64)
             step(single, expected, number, torch.float64)
-            assert torch.allclose(optimizer.grad_norm, expected.grad_norm, rtol=1e-12), number
         assert_trained_alike(model, optimizer, single, expected)
 
 
@@ -306,14 +302,14 @@ def gradients_cut_otherwise(folder):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     start = torch.randn(4, 3, dtype=torch.float64)
-    for settings in ({}, {"foreach": True}, {"foreach": False}, {"max_grad_norm": 0.1}):
+    for settings in ({}, {"foreach": True}, {"foreach": False}):
         ours = nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
         alone = nn.Parameter(start.clone())
         optimizer, expected = (PACE([p], lr=0.1, gain="paper", **settings) for p in (ours, alone))
         for number in range(6):
             alone.grad = torch.randn(4, 3, dtype=torch.float64)
             ours.grad = distribute_tensor(alone.grad, mesh, [Replicate()])
-            if number in (2, 5) and "max_grad_norm" not in settings:  # a part of the sum on each rank
+            if number in (2, 5):  # a part of the sum on each rank
                 share = alone.grad * (2 * (dist.get_rank() + 1) / (mesh.size() * (mesh.size() + 1)))
                 ours.grad = DTensor.from_local(share, mesh, [Partial()])
             optimizer.step()
@@ -329,13 +325,8 @@ COLLECTIVES = (
     (pace, {"gap": "lookahead"}, 0),
     (pace, {"average_dtype": "bfloat16"}, 0),
     (pace, {"betas": (0.0, 0.99)}, 0),
-    (pace, {"max_grad_norm": 0.5}, 1),
-    (pace, {"skip_nonfinite": True}, 1),
     (scaled, {}, 1),
-    (scaled, {"max_grad_norm": 0.5, "skip_nonfinite": True}, 1),
     (relative, {}, 1),
-    # v is moved by the clipped gradient, and its means are taken after that.
-    (relative, {"max_grad_norm": 0.5}, 2),
     (pullback_around_sgd, {}, 0),
     (pullback, {}, 1),
     (averages, {}, 0),
@@ -347,7 +338,7 @@ def fsdp2_collectives(folder):
     for make, settings, allowed in COLLECTIVES:
         paths = [{}]
         if make in (pace, scaled) and "average_dtype" not in settings:
-            paths = [{}, {"fused": True}, {"foreach": False}]
+            paths = [{}, {"foreach": False}]
         for path in paths:
             model = shard(make_tied(torch.float32))
             optimizer = make(model, **settings, **path)
@@ -372,14 +363,10 @@ def _assert_path(optimizer, path, operations):
         return
     steps = operations.names["aten::_foreach_addcdiv_"], operations.names["aten::addcdiv_"]
     said = repr(optimizer)
-    if "fused" in path:
-        assert "one pass, in C" in said and not any(steps), operations.names
-    elif "foreach" in path:
+    if "foreach" in path:
         assert "tensor by tensor" in said and not steps[0] and steps[1], operations.names
     else:
-        own = "fused AdamW" in said  # torch's, and few weights, so that the pull is a pass of its own
         assert "foreach" in said and steps == (1, 0), operations.names
-        assert operations.names["aten::_fused_adamw_"] == own, operations.names
 
 
 def fsdp2_caches(folder):

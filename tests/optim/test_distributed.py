@@ -10,7 +10,7 @@ import pytest
 
 TWO_ONLY = (
     *("ddp", "fsdp2_loop", "fsdp2_foreach", "fsdp2_relative", "fsdp2_scaled"),
-    *("fsdp2_fused", "fsdp2_clipped", "fsdp2_skip", "fsdp2_dcp", "fsdp2_made_before", "fsdp2_residuals"),
+    *("fsdp2_dcp", "fsdp2_made_before", "fsdp2_residuals"),
     "unwritable",
 )
 FOUR_ONLY = ("fsdp2_around_tensor_parallelism",)

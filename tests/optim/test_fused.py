@@ -47,7 +47,7 @@ SHAPES = [(33, 7), (16,), (), (128,), (129,), (0, 3)]
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Without a GPU: chunks of 128 elements, and parameters on the CPU take this path instead of native.c."""
+    """Without a GPU: chunks of 128 elements, and parameters on the CPU take this path too."""
     if CUDA:
         return
     from paceline.optim import kernel
@@ -55,7 +55,7 @@ def interpreted(monkeypatch):
     assert type(kernel.step).__name__ == "InterpretedFunction"
     tiles = {kind: (256 if kind == (torch.int8, 2) else 128, 4) for kind in fused.TILES}
     monkeypatch.setattr(fused, "TILES", tiles)
-    monkeypatch.setitem(work.ONE_PASS, "cpu", work.ONE_PASS["cuda"])
+    monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
 
 
 def parameters_of(dtype=torch.float32, shapes=SHAPES, seed=0):
@@ -438,9 +438,7 @@ def test_parameters_that_cannot_take_it_are_named():
     parameters = parameters_of(torch.float64)
     optimizer = PACE(parameters, fused=True)
     set_gradients(parameters, gradients_of(1)[0])
-    with pytest.raises(
-        RuntimeError, match=r"parameter 0 of group 0 is torch.float64; fused=True on a GPU is"
-    ):
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 is torch.float64; fused=True is for"):
         optimizer.step()
 
 
@@ -457,7 +455,7 @@ def test_sharded_parameters_take_it_by_their_parts():
         shapes = [(33, 7), (16,), (128,)]
         plain = parameters_of(shapes=shapes)
         cut = [distribute_tensor(p.detach(), mesh, [Shard(0)]).requires_grad_() for p in plain]
-        settings = {"lr": 1e-2, "gain": "paper", "fused": True, "max_grad_norm": 1.0, "rounding": "master"}
+        settings = {"lr": 1e-2, "gain": "paper", "fused": True, "rounding": "master"}
         one, other = PACE(plain, **settings), PACE(cut, **settings)
         for step in gradients_of(4, shapes):
             set_gradients(plain, step)
@@ -556,57 +554,13 @@ def test_gradients_of_other_precisions_in_one_group():
     assert_same_bits(everything(one), everything(other))
 
 
-@pytest.mark.parametrize("counted", ["host", "device"])
-@pytest.mark.parametrize("limit", [0.5, 1e6])
-def test_clipping_by_the_norm(limit, counted, monkeypatch):
-    """As torch's clip_grad_norm_ before the step, to rounding."""
-    monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
-    settings = {"lr": 1e-2, "fused": True, "capturable": counted == "device"}
-    ours, theirs = parameters_of(), parameters_of()
-    own, other = PACE(ours, max_grad_norm=limit, **settings), PACE(theirs, **settings)
-    for step in gradients_of(3):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        norm = torch.nn.utils.clip_grad_norm_(theirs, limit)
-        own.step()
-        other.step()
-        assert abs(own.grad_norm.item() / norm.item() - 1) < 1e-6
-    for key, value in everything(own).items():
-        assert torch.allclose(value, everything(other)[key], rtol=2e-5, atol=1e-6), key
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_step_is_skipped_on_the_device(bad, monkeypatch):
-    """Whole, with its count: as if that gradient had never been."""
-    monkeypatch.setattr(work, "_get_capturable_supported_devices", lambda: ["cuda", "cpu"])
-    settings = {"lr": 1e-2, "fused": True, "capturable": True, "skip_nonfinite": True}
-    steps = gradients_of(4)
-    parameters, twins = parameters_of(), parameters_of()
-    one, other = PACE(parameters, **settings), PACE(twins, **settings)
-    for t, step in enumerate(steps):
-        advance(one, parameters, [step])
-        advance(other, twins, [step])
-        if t in (0, 2):
-            before = everything(one)
-            spoilt = [g.clone() for g in step]
-            spoilt[0][3, 2] = bad
-            advance(one, parameters, [spoilt])
-            assert_same_bits(before, everything(one))
-    # Huge is not bad: its square overflows, and it is finite.
-    advance(one, parameters, [[torch.full_like(g, 3e38) for g in steps[0]]])
-    assert one.state[parameters[0]]["step"].item() == 5
-    advance(other, twins, [[torch.full_like(g, 3e38) for g in steps[0]]])
-    assert_same_bits(everything(one), everything(other))
-
-
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_a_scaler_leaves_unscaling_and_skipping_to_the_step():
-    """Nothing is read on the host; the same weights as where the scaler itself unscales and skips."""
+def test_a_step_that_a_scaler_skips_is_none():
+    """It unscales and skips by itself, wherever steps are counted."""
     ends = {}
     for capturable in (True, False):
         parameters = parameters_of()
-        optimizer = PACE(parameters, lr=1e-2, fused=True, capturable=capturable, max_grad_norm=1.0)
-        assert optimizer._step_supports_amp_scaling is capturable
+        optimizer = PACE(parameters, lr=1e-2, fused=True, capturable=capturable)
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
         for t in range(4):
             optimizer.zero_grad()
@@ -686,8 +640,8 @@ def test_on_a_gpu_one_pass_is_taken_where_it_can_be():
         optimizer = PACE(parameters, lr=1e-2, **settings)
         assert f"step of group 0: {name}" in repr(optimizer)
         advance(optimizer, parameters, gradients_of(2))
-        taken = work.plan_all(optimizer.state, optimizer.param_groups, optimizer._fits)[0]
-        assert taken.members.memo["one pass"] is (name == "one pass, by Triton")
+        taken = work.plan_all(optimizer.state, optimizer.param_groups, optimizer._tables)[0]
+        assert (taken.table is not None) is (name == "one pass, by Triton")
     parameters = parameters_of(torch.float64)
     optimizer = PACE(parameters, lr=1e-2)
     advance(optimizer, parameters, gradients_of(2))
@@ -713,23 +667,22 @@ for of, stored, rounding, wide in (
     (tl.bfloat16, tl.float32, "master", 3 + 4 * 2),
 ):
     settings = {"OF": of, "GRAD": of, "STORAGE": stored, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2}
-    settings |= {"SUMS": 1, "ROOT": True, "TENSORS": 512, "PARTS": 8, "TELL": False, "ON_DEVICE": False}
+    settings |= {"SUMS": 1, "ROOT": True, "TENSORS": 512, "PARTS": 8, "ON_DEVICE": False}
     settings |= {"ALIGNED": True, "GRAD_ALIGNED": True}
     settings |= {"MOMENTS": tl.float32 if rounding == "master" else of, "MOMENTUM": True}
-    settings |= {"ROUNDING": rounding, "KEPT": "", "BLOCK": 1024, "FACTOR": True, "SKIP": True}
+    settings |= {"ROUNDING": rounding, "KEPT": "", "BLOCK": 1024}
     types = dict.fromkeys(names, "fp32") | dict.fromkeys(("table", "grads", "chunks"), "*i64")
-    pointers = dict.fromkeys(("factor", "skip", "sums", "numbers", "told", "sample"), "*fp32")
-    types |= pointers | {"scale": "*fp32", "ages": "*i64", "picked": "*i64", "t": "i64"}
+    pointers = dict.fromkeys(("sums", "numbers"), "*fp32")
+    types |= pointers | {"scale": "*fp32", "ages": "*i64", "t": "i64"}
     types |= {"starts": "*i64", "arrived": "*i32", "root": "*fp32", "share": "fp64"}
     types |= dict.fromkeys(settings, "constexpr")
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    for tell, kept in ((True, ""), (False, "evict_last"), (False, "")):
-        settings |= {"TELL": tell, "KEPT": kept}
+    for kept in ("evict_last", ""):
+        settings |= {"KEPT": kept}
         source = ASTSource(kernel.step, types, {(names.index(k),): v for k, v in settings.items()})
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         said = r"\\.L1::evict_last(\\.L2::cache_hint)?" if kept else ""
-        if not tell:
-            assert len(re.findall(rf"ld\\.global{said}\\.v4\\.b32", code)) == wide, code
+        assert len(re.findall(rf"ld\\.global{said}\\.v4\\.b32", code)) == wide, code
 
 types = {"sums": "*fp32", "segments": "*i64", "found": "*fp64", "done": "*i32", "starts": "*i64"}
 types |= {"result": "*fp32", "counts": "*i64", "lr_at": "*fp32", "table": "*fp32", "ages": "*i64"}
@@ -772,7 +725,7 @@ def test_numbers_that_are_found_on_the_device(name, lr, monkeypatch):
     optimizer = PACE(parameters, **settings)
     advance(optimizer, parameters, gradients_of(1, shapes))
     recipe = Recipe.of(optimizer.param_groups[0])
-    (launch,) = optimizer._fits._groups[0]._memo["launches"]
+    (launch,) = optimizer._tables[0]._launches
     counts = [1.0, 2.0, 3.0, 1000.0, 123_456_789.0]
     for parameter, count in zip(parameters, counts, strict=True):
         optimizer.state[parameter]["step"].fill_(count)
@@ -790,7 +743,7 @@ def test_numbers_that_are_found_on_the_device(name, lr, monkeypatch):
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("settings", [{}, {"capturable": True}, {"max_grad_norm": 1.0}])
+@pytest.mark.parametrize("settings", [{}, {"capturable": True}])
 def test_the_default_precision_makes_no_difference(settings, default, monkeypatch):
     """What is handed to the kernel is of the precision that it was compiled for, also inside of torch's
     set_default_dtype."""

@@ -167,9 +167,8 @@ def test_many_small_tensors_cost_few_tensors_of_numbers():
 @pytest.mark.parametrize(
     "dtype, settings, path",
     [
-        (torch.float32, {}, "torch's fused AdamW, and foreach"),
-        (torch.float64, {}, "torch's fused AdamW, and foreach"),
-        (torch.float32, {"rounding": "master"}, "torch's fused AdamW, and foreach"),
+        (torch.float32, {}, "foreach"),
+        (torch.float64, {}, "foreach"),
         (torch.float32, {"fused": False}, "foreach"),
         (torch.float32, {"foreach": True}, "foreach"),
         (torch.float32, {"pullback_strength": 0.0}, "foreach"),
@@ -180,7 +179,6 @@ def test_many_small_tensors_cost_few_tensors_of_numbers():
         (torch.bfloat16, {}, "tensor by tensor"),
         (torch.float32, {"foreach": False}, "tensor by tensor"),
         (torch.float32, {"differentiable": True}, "tensor by tensor"),
-        (torch.float32, {"fused": True}, "one pass, in C"),
     ],
     ids=str,
 )

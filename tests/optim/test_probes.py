@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline import PACE, Pullback, averaged_weights, reset_average
 from paceline.optim import probes
 from paceline.optim.probes import probe
-from paceline.optim.readings import Figures, Spread
-from paceline.optim.told import SAMPLE, sample_stride
+from paceline.optim.readings import SAMPLE, Figures, Spread, sample_stride
 
 pytestmark = pytest.mark.slow
 
@@ -427,7 +426,7 @@ def operations_of_a_step(optimizer, parameters, seed=3):
 
 
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("make, settings", [(pace, {}), (pace, {"skip_nonfinite": True}), (pullback, {})])
+@pytest.mark.parametrize("make, settings", [(pace, {}), (pullback, {})])
 def test_steps_that_are_not_due_dispatch_nothing_more(make, settings, foreach):
     parameters = make_parameters()
     optimizer = make(parameters, foreach, **settings)
@@ -545,18 +544,6 @@ def test_weights_loaded_before_the_first_step_have_no_gap(make):
         parameters[0].add_(1.0)
     advance(optimizer, parameters, make_gradients(1))
     assert telemetry.last.overall.gap_rms == 0
-
-
-def test_a_skipped_step_is_not_read_nor_counted():
-    parameters = make_parameters()
-    optimizer = pace(parameters, skip_nonfinite=True)
-    telemetry = probe(optimizer, every=2)
-    bad = [torch.full(p.shape, math.nan) for p in parameters]
-    good = iter(make_gradients(6))
-    given = [next(good), bad, bad, next(good), next(good), bad, next(good), next(good), next(good)]
-    advance(optimizer, parameters, given)
-    assert [reading.t for reading in telemetry.history] == [2, 4, 6]
-    assert [reading.overall.t for reading in telemetry.history] == [2, 4, 6]
 
 
 def test_a_failed_step_leaves_nothing_behind():

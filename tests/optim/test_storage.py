@@ -19,7 +19,6 @@ from problems import (
     everything,
     make_gradients,
     make_parameters,
-    needs_compiler,
     peak_bytes,
     run,
     set_gradients,
@@ -43,7 +42,7 @@ from paceline import (
     save_averaged,
 )
 from paceline.optim import foreach as foreach_path
-from paceline.optim import native, storage
+from paceline.optim import storage
 from paceline.optim.probes import probe
 from paceline.optim.state import average_of, conform, kept_as, storage_of, storage_refusal
 from paceline.optim.storage import BLOCK, STORAGES, decode, encode_, hashes
@@ -61,7 +60,6 @@ KEYS = {
 
 kinds = pytest.mark.parametrize("kind", RESIDUALS)
 paths = pytest.mark.parametrize("foreach", PATHS)
-IN_C = pytest.param({"fused": True}, id="in C", marks=needs_compiler)
 
 
 def encoded(residual, kind, t=1, salt=0):
@@ -231,81 +229,10 @@ def test_what_is_not_finite_stays_so_and_what_is_finite_too(t):
 
 @pytest.mark.slow
 @kinds
-@pytest.mark.parametrize("path", [pytest.param({"foreach": True}, id="foreach"), IN_C])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_step_is_the_float32_step_on_the_decoded_average(name, path, kind):
+def test_a_step_is_the_float32_step_on_the_decoded_average(name, kind):
     """The semantics, step by step: decode with live before, the usual rule, encode with live after."""
-    if "fused" in path and VARIANTS[name].get("gain") == "relative":
-        pytest.skip("not in one pass")
-    assert_steps_are_those_of_float32(kind, torch.float32, {**path, **VARIANTS[name]})
-
-
-@needs_compiler
-@kinds
-@pytest.mark.parametrize("more", [{}, {"betas": (0.0, 0.99)}, {"max_grad_norm": 0.1}])
-def test_a_step_in_c_of_what_is_rare_likewise(more, kind):
-    assert_steps_are_those_of_float32(kind, torch.float32, {"fused": True, **more})
-
-
-@needs_compiler
-@kinds
-def test_a_step_in_c_of_what_is_not_finite_or_hardly_so(kind):
-    """A residual that is finite in float32 and would not be in bfloat16; NaN and Inf."""
-    settings = {"lr": 1e36, "weight_decay": 0.0, "fused": True, "update_every": 1000}
-    parameters, twins = (make_parameters(dtype=torch.float32, shapes=[(300,)]) for _ in range(2))
-    optimizer, twin = PACE(parameters, average_dtype=kind, **settings), PACE(twins, **settings)
-    advance(optimizer, parameters, [[torch.zeros(300)]])
-    advance(twin, twins, [[torch.zeros(300)]])
-    gradient = torch.zeros(300)
-    with torch.no_grad():
-        for key in ("average", "returned"):
-            residual = torch.zeros(300)
-            residual[:2] = torch.tensor([1.0, -1.0]) * torch.finfo(torch.bfloat16).max
-            codes, scale = encoded(residual, kind)
-            optimizer.state[parameters[0]][f"{key}_residual"].copy_(codes)
-            if scale is not None:
-                optimizer.state[parameters[0]][f"{key}_scale"].copy_(scale)
-        for parameter in (parameters[0], twins[0]):
-            parameter.zero_()
-            parameter[140], parameter[141] = torch.inf, torch.nan
-        for (_, key), average in averages(optimizer).items():
-            twin.state[twins[0]][key].copy_(average)
-    gradient[0], gradient[1], gradient[142] = -1.0, 1.0, torch.nan
-    advance(optimizer, parameters, [[gradient]])
-    advance(twin, twins, [[gradient]])
-    for salt, key in enumerate(("average", "returned")):
-        codes, scale = encoded(twins[0].detach() - twin.state[twins[0]][key], kind, 2, salt)
-        state = optimizer.state[parameters[0]]
-        found = decode(state[f"{key}_residual"], state.get(f"{key}_scale"))
-        assert torch.allclose(found, decode(codes, scale), rtol=0, atol=0, equal_nan=True)
-        assert found[:2].isfinite().all() and not found[140:143].isfinite().any()
-
-
-@needs_compiler
-@kinds
-def test_in_c_what_averages_held_before_the_first_step_makes_no_difference(kind):
-    optimizers = []
-    for held in (0, 7):
-        parameters = make_parameters(dtype=torch.float32)
-        optimizers.append(PACE(parameters, lr=1e-2, average_dtype=kind, fused=True))
-        for state in optimizers[-1].state.values():
-            for key in KEYS[kind]:
-                state[key].fill_(held if "residual" in key else held * torch.nan)
-        advance(optimizers[-1], parameters, make_gradients(3))
-    assert_same_bits(*map(everything, optimizers))
-
-
-@needs_compiler
-@kinds
-def test_in_c_the_number_of_threads_makes_no_difference(kind, monkeypatch):
-    monkeypatch.setattr(native, "FEWEST", 10)
-    monkeypatch.setattr(torch, "get_num_threads", iter([1] * 5 + [3] * 5).__next__)
-    found = []
-    for _ in range(2):
-        parameters = make_parameters(dtype=torch.float32, shapes=[(5000,)])
-        steps = make_gradients(5, shapes=[(5000,)])
-        found.append(everything(run(parameters, steps, fused=True, average_dtype=kind, gain="paper")))
-    assert_same_bits(*found)
+    assert_steps_are_those_of_float32(kind, torch.float32, {"foreach": True, **VARIANTS[name]})
 
 
 @kinds
@@ -607,7 +534,7 @@ def by_file(state):
 
 @pytest.mark.slow
 @kinds
-@pytest.mark.parametrize("path", [*({"foreach": foreach} for foreach in PATHS), IN_C])
+@pytest.mark.parametrize("path", [{"foreach": foreach} for foreach in PATHS])
 @pytest.mark.parametrize("shown", [False, True])
 def test_a_resumed_run_ends_in_the_same_bits(kind, path, shown):
     """Odd sizes and channels-last weights among them; saved while live or the average is shown."""

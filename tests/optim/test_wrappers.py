@@ -425,30 +425,3 @@ def test_second_moments_of_two_ages_in_one_chunk():
     advance(optimizer, parameters, [gradients])
     advance(single, alone[-1:], [gradients[-1:]])
     assert torch.equal(parameters[-1], alone[-1])
-
-
-def test_a_step_that_the_base_skips_is_not_averaged_or_counted():
-    steps = make_gradients(5)
-    bad = [gradient.clone() for gradient in steps[0]]
-    bad[0].view(-1)[0] = torch.nan
-    results = []
-    for gradients in (steps, [*steps[:2], bad, *steps[2:]]):
-        parameters = make_parameters(dtype=torch.float32)
-        optimizer = Averages(PACE(parameters, lr=1e-2, skip_nonfinite=True), {"a": PowerLaw(0.9)})
-        skipped = []
-        for gradient in gradients:
-            advance(optimizer, parameters, [gradient])
-            skipped.append((optimizer.skipped, optimizer.base.skipped))
-        results.append(everything(optimizer))
-    assert skipped == [(gradient is bad,) * 2 for gradient in gradients]
-    assert_same_bits(*results)
-
-
-def test_a_base_that_skips_on_the_device_is_refused_before_anything_moves():
-    parameters = make_parameters(dtype=torch.float32)
-    optimizer = Averages(PACE(parameters, lr=1e-2, skip_nonfinite=True), {"a": PowerLaw(0.9)})
-    optimizer.param_groups[0]["capturable"] = True
-    before = everything(optimizer)
-    with pytest.raises(RuntimeError, match="where Averages around it does not see it"):
-        advance(optimizer, parameters, make_gradients(1))
-    assert_same_bits(before, everything(optimizer))

@@ -45,13 +45,12 @@ class Lists(NamedTuple):
     exp_avg_sqs: list[Tensor]  # v
 
 
-def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
-    """One step for all slots of a parameter group, in place; `scale` and `factor` as in `pace_step_`."""
+def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> None:
+    """Take one step for all slots of a parameter group, in place; `scale` as in `pace_step_`."""
     on_device = stays_on_device(recipe)
     count_step_(slots)
     for chunk in chunks(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
-        live = chunk[0].live
-        _step_chunk_(chunk, recipe, on_device_of(live, scale), on_device_of(live, factor))
+        _step_chunk_(chunk, recipe, on_device_of(chunk[0].live, scale))
 
 
 def count_step_(slots: Sequence[Slot]) -> None:
@@ -82,7 +81,7 @@ def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Ite
         yield chunk
 
 
-def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scalar) -> None:
+def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar) -> None:
     lives, grads, exp_avgs, exp_avg_sqs, averages = (list(column) for column in list(zip(*chunk))[:5])
     at = at_step(chunk[0].step, recipe, scale)
     # On the host all steps of a chunk are equal; on the device nobody knows.
@@ -92,7 +91,8 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scala
     seed_averages_(chunk, ats)
     gaps = gaps_of(averages, lives, ats, recipe)
 
-    grads = counted(grads, recipe, factor)
+    if recipe.maximize:
+        grads = list(torch._foreach_neg(grads))
     if recipe.weight_decay != 0:
         torch._foreach_mul_(lives, _number(at.decay, lives))
     if exp_avgs[0] is None:  # without momentum the first moment is the gradient
@@ -113,15 +113,6 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scala
     if at.averaging is not False:
         returned = [slot.returned for slot in chunk if slot.returned is not None]
         control_(Lists(lives, averages, returned, gaps, denominators, exp_avg_sqs), ats, recipe)
-
-
-def counted(grads: list[Tensor], recipe: Recipe, factor: Scalar) -> list[Tensor]:
-    """Gradients as often as they count, the other way round to maximize; the same where that is once."""
-    if isinstance(factor, Tensor) or factor != 1:
-        grads = list(torch._foreach_mul(grads, factor))
-    if recipe.maximize:
-        grads = list(torch._foreach_neg(grads))
-    return grads
 
 
 def gaps_of(averages: list[Tensor], lives: list[Tensor], ats: list[At], recipe: Recipe) -> list[Tensor]:

@@ -11,8 +11,6 @@ import triton.language as tl
 COLUMNS = tl.constexpr(9)
 """Of the table: live, both moments, average, returned, elements, scales of average and of returned, what
 bfloat16 drops of live. Gradients move, and have a table of their own."""
-TOLD = tl.constexpr(8)
-"""What a program tells of its chunk, in the order of told.Sums; lengths squared."""
 NUMBERS = tl.constexpr(16)
 """Of a row of `numbers`: those of onepass.Numbers, and whether it is a first step."""
 
@@ -171,12 +169,12 @@ def _moved(average, live, keep, move):
 
 @triton.jit
 def _advance(
-    row, grad_at, first, count, scale, sums, told, picked, sample, t,
+    row, grad_at, first, count, scale, sums, t,
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
     rate, limit, keep, move, keep_returned, move_returned, fresh,
     OF: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr, MOMENTUM: tl.constexpr,
     ROUNDING: tl.constexpr, STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
-    AVERAGES: tl.constexpr, SUMS: tl.constexpr, TELL: tl.constexpr,
+    AVERAGES: tl.constexpr, SUMS: tl.constexpr,
     ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, MASKED: tl.constexpr, KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -186,8 +184,7 @@ def _advance(
         before = _joined(live_at, rest_at, first, offsets, count, ALIGNED, MASKED, KEPT)
     else:
         before = load(live_at, first, offsets, count, OF, ALIGNED, MASKED, KEPT)
-    given = load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED, KEPT)
-    grad = sign * given
+    grad = sign * load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED, KEPT)
     m = grad
     if MOMENTUM:
         m = load(m_at, first, offsets, count, MOMENTS, ALIGNED, MASKED, KEPT)
@@ -204,8 +201,6 @@ def _advance(
             before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, KEPT, BLOCK
         )
         returned = tl.where(fresh != 0.0, before, returned)
-    if TELL:
-        gap = average - before
 
     if MOMENTUM:
         m = tl.fma(grad - m, new_m, m)
@@ -246,18 +241,6 @@ def _advance(
     _store(v_at, first, offsets, count, v, MOMENTS, ALIGNED, MASKED)
     if SUMS > 0:
         store_sums(sums, v, first, offsets, count, MOMENTS, MASKED, SUMS, BLOCK)
-    if TELL:
-        step = (new if ROUNDING == "master" else live) - before
-        if PULL == "none":
-            _tell(
-                told, picked, sample, first, offsets, count, given, gap, step,
-                0.0, 0.0, 0.0, 1.0, MASKED, BLOCK,
-            )  # fmt: skip
-        else:
-            _tell(
-                told, picked, sample, first, offsets, count, given, gap, step - gain * way_there,
-                gain * way_there, gain, ratio, limit, MASKED, BLOCK,
-            )  # fmt: skip
     if AVERAGES > 0:
         if not LOOKAHEAD:
             average = _moved(average, new, keep, move)
@@ -271,30 +254,6 @@ def _advance(
             returned, live, tl.load(row + 4), tl.load(row + 7), first, offsets, count, t,
             1, STORAGE, ALIGNED, MASKED, BLOCK,
         )  # fmt: skip
-
-
-@triton.jit
-def _tell(
-    told, picked, sample, first, offsets, count,
-    grad, gap, step, pull, gain, ratio, limit, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sums over a chunk, and the gains and ratios of some of its elements; `step` is without the pull."""
-    zeros = tl.zeros((BLOCK,), tl.float32)
-    pulls, gains, ratios = zeros + pull, zeros + gain, zeros + ratio
-    inside = offsets < (count - first if MASKED else BLOCK)
-    tl.store(told, tl.sum((inside & (gains >= limit)).to(tl.float32)))
-    tl.store(told + 1, tl.sum(tl.where(inside, gains, 0.0)))
-    tl.store(told + 2, tl.sum(tl.where(inside, ratios, 0.0)))
-    tl.store(told + 3, tl.sum(grad * gap))
-    tl.store(told + 4, tl.sum(tl.where(inside, pulls * pulls, 0.0)))
-    tl.store(told + 5, tl.sum(tl.where(inside, step * step, 0.0)))
-    tl.store(told + 6, tl.sum(gap * gap))
-    tl.store(told + 7, tl.sum(grad * grad))
-    stride, start = tl.load(picked), tl.load(picked + 1)
-    places = first + offsets
-    at, chosen = sample + 2 * (start + places // stride), inside & (places % stride == 0)
-    tl.store(at, gains, mask=chosen)
-    tl.store(at + 1, ratios, mask=chosen)
 
 
 @triton.jit
@@ -339,19 +298,14 @@ def leave_root(sums, starts, arrived, share, root, TENSORS: tl.constexpr, PARTS:
         tl.store(arrived, 0)
 
 
-@triton.jit(do_not_specialize=["scale", "factor", "skip", "t"])  # which are not always as torch allocates
+@triton.jit(do_not_specialize=["scale", "t"])  # which are not always as torch allocates
 def step(
     table,  # (tensors, COLUMNS) int64
     grads,  # (tensors,) int64: addresses
     chunks,  # (programs, 2) int64: a tensor, and the first of the elements of it that are a program's
     scale,  # () float32, for gain="scaled"; otherwise 1
-    factor,  # () float32: how many times the gradient counts, if FACTOR
-    skip,  # () float32: nothing is done unless it is 0, if SKIP
     sums,  # (programs, SUMS) float32: of the second moments of each chunk
     starts, arrived, root,  # as in `leave_root`, if ROOT
-    told,  # (programs, TOLD) float32, if TELL
-    picked,  # (tensors, 2) int64: how far apart the elements of a sample are, and where in `sample` it begins
-    sample,  # (all that are picked, 2) float32: gains and ratios, if TELL
     numbers,  # (tensors, NUMBERS) float32, instead of those that follow if ON_DEVICE
     ages,  # (tensors,) int64, instead of t if ON_DEVICE
     t,  # int64, the count of this step
@@ -371,25 +325,16 @@ def step(
     ROOT: tl.constexpr,  # whether they are few, and their root is left too
     TENSORS: tl.constexpr,
     PARTS: tl.constexpr,
-    TELL: tl.constexpr,  # what it does; averages must be there
-    FACTOR: tl.constexpr,
-    SKIP: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     ALIGNED: tl.constexpr,  # all addresses of the table are multiples of 16 bytes
     GRAD_ALIGNED: tl.constexpr,
     KEPT: tl.constexpr,  # as in `load`
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if SKIP:  # noqa: SIM102
-        if tl.load(skip) != 0.0:
-            return
     program = tl.program_id(0).to(tl.int64)
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     row = table + tensor * COLUMNS
     grad_at, count = tl.load(grads + tensor), tl.load(row + 5)
-    if TELL:
-        told += program * TOLD
-        picked += 2 * tensor
     if ON_DEVICE:
         t = tl.load(ages + tensor)
         own = numbers + tensor * NUMBERS
@@ -398,24 +343,20 @@ def step(
         eps, step_size, numerator = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
         rate, limit, keep, move = tl.load(own + 9), tl.load(own + 10), tl.load(own + 11), tl.load(own + 12)
         keep_returned, move_returned, fresh = tl.load(own + 13), tl.load(own + 14), tl.load(own + 15)
-    if FACTOR:
-        sign *= tl.load(factor)
     if first + BLOCK <= count:
         _advance(
-            row, grad_at, first, count, scale, sums + program * SUMS, told, picked,
-            sample, t,
+            row, grad_at, first, count, scale, sums + program * SUMS, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, TELL,
+            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS,
             ALIGNED, GRAD_ALIGNED, False, KEPT, BLOCK,
         )  # fmt: skip
     else:
         _advance(
-            row, grad_at, first, count, scale, sums + program * SUMS, told, picked,
-            sample, t,
+            row, grad_at, first, count, scale, sums + program * SUMS, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, TELL,
+            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS,
             ALIGNED, GRAD_ALIGNED, True, KEPT, BLOCK,
         )  # fmt: skip
     if ROOT:

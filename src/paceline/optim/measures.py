@@ -13,7 +13,7 @@ from paceline.optim.foreach import chunks, denominators_of
 from paceline.optim.moments import model_scale, second_moment
 from paceline.optim.pace import PACE
 from paceline.optim.pullback import Pullback, recipe_of
-from paceline.optim.readings import Found
+from paceline.optim.readings import Found, sample_stride
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import (
     RATIOS,
@@ -26,9 +26,8 @@ from paceline.optim.rule import (
     on_device_of,
     stays_on_device,
 )
-from paceline.optim.sharded import local, mesh_of
+from paceline.optim.sharded import local
 from paceline.optim.state import average_dtype, average_of, in_full, real
-from paceline.optim.told import Tell, sample_stride
 
 # --- Before the step ------------------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ def has_moved(member: Member, before: Before) -> bool:
     step = member.own("step")
     if member.parameter.grad is None or step is None:
         return False
-    return before.taken is None or step.item() != before.taken  # equal where skip_nonfinite skipped it
+    return before.taken is None or step.item() != before.taken  # equal where it was skipped
 
 
 def measure(watched: list[Watched], slopes: dict[Tensor, Slope]) -> list[Found]:
@@ -197,38 +196,10 @@ def _measure_chunk(chunk: list[Watched], slopes: dict[Tensor, Slope]) -> Iterato
     for i, ((member, _), pull) in enumerate(zip(chunk, pulls)):
         product, gradient = slopes[member.parameter]
         lengths = (pull_lengths[i], step_lengths[i], gap_lengths[i], gradient)
-        # In the order of told.Sums.
+        # In the order of readings.Sums.
         sums = torch.stack([pull.saturated, pull.gain, pull.ratio, product, *lengths])
         scalars = (ats[i].t, ats[i].lr, _rate(ats[i], recipe))
         yield Found(member.name, gaps[i].numel(), sums, pull.sample, pull.stride, scalars)
-
-
-def is_cut(member: Member) -> bool:
-    """Whether it is cut over ranks."""
-    return mesh_of(member.parameter) is not None
-
-
-def is_told(member: Member, told: Tell) -> bool:
-    """Whether a step told of it, or had nothing to tell."""
-    here = member.parameter.grad is not None and local(member.parameter).numel() > 0
-    return not here or member.parameter in told
-
-
-def told_of(found: Iterable[Member], told: Tell) -> Iterator[Found]:
-    """The figures of those whose step told them."""
-    scalars: dict[object, tuple[Scalar, Scalar, Scalar]] = {}
-    for member in found:
-        count = member.own("step")
-        if count is None or member.parameter not in told:
-            continue
-        sums, sample, stride = told[member.parameter]
-        key = id(member.group), count.item() if count.device.type == "cpu" else id(count)
-        if key not in scalars:  # of many tensors they are the same
-            recipe = _recipe(member)
-            at = at_step(count, recipe, 1.0)
-            scalars[key] = at.t, at.lr, _rate(at, recipe)
-        elements = real(local(member.parameter)).numel()
-        yield Found(member.name, elements, sums, sample, stride, scalars[key])
 
 
 def _recipe(member: Member) -> Recipe:

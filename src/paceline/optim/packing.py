@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.optim.rule import Scalar, Slot, on_device_of
+from paceline.optim.rule import Slot
 from paceline.optim.sharded import mesh_of
 from paceline.optim.state import State, average_of, in_full, is_split, keep_average_
 from paceline.optim.storage import SALTS, encode_, split_
@@ -37,11 +37,9 @@ def refusal(live: Tensor, group: dict[str, Any]) -> str | None:
     return None
 
 
-def opened(slot: Slot, state: State, group: dict[str, Any], factor: Scalar = 1.0) -> Slot:
-    """A slot whose arrays are as precise as the update is made, its gradient `factor` times what it was."""
+def opened(slot: Slot, state: State, group: dict[str, Any]) -> Slot:
+    """A slot whose arrays are as precise as the update is made."""
     live, grad = slot.live, slot.grad
-    if isinstance(factor, Tensor) or factor != 1:  # before it is cast, which may overflow
-        grad = grad * on_device_of(grad, factor)
     if is_rounded(live, group):
         live = in_full(live, state).to(torch.float32)
     return Slot(

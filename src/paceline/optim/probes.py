@@ -17,19 +17,15 @@ from paceline.optim.measures import (
     Slope,
     Watched,
     has_moved,
-    is_cut,
-    is_told,
     look,
     measure,
     members,
     scale_of,
     slopes_of,
-    told_of,
 )
 from paceline.optim.pace import PACE
 from paceline.optim.pullback import Pullback
 from paceline.optim.readings import Reading, Record
-from paceline.optim.told import Tell
 
 # --- The probe ------------------------------------------------------------------------------------
 
@@ -42,9 +38,8 @@ def probe(optimizer: Optimizer, every: int = 100, keep: int = 1000) -> "Probe":
     in between nothing is pulled, and the reading says so.
 
     A probed step computes the figures on the device and waits for nothing; they come to the host when you
-    read them. On a GPU the one pass that steps the weights adds them up, which takes no memory to speak of.
-    Otherwise, and at the first step and the first after an evaluation, a probed step holds a copy of the
-    weights and of their average while it runs, and some temporaries of the size of the largest tensor.
+    read them. A probed step holds a copy of the weights and of their average while it runs, and some
+    temporaries of the size of the largest tensor.
     Training is the same to the bit. Steps that are not probed cost two calls of Python functions and no
     operation on any tensor.
 
@@ -98,8 +93,6 @@ class Probe:
         self._taken = steps_taken(optimizer)
         self._before: dict[Tensor, Before] = {}
         self._slopes: dict[Tensor, Slope] = {}
-        self._told: Tell = {}
-        self._telling: set[int] = set()
         self._records: deque[Record] = deque(maxlen=keep)
         self._unheard: deque[Record] = deque()
         self._alarm = _Alarm(every)
@@ -138,7 +131,6 @@ class Probe:
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._before.clear()  # of a step that failed
-        self._told, self._telling = {}, set()
         if not self._is_due():
             return
         assert isinstance(optimizer, PACE | Pullback)
@@ -150,13 +142,9 @@ class Probe:
             for member in members(optimizer)
             if (member.parameter.requires_grad if has_closure else member.parameter.grad is not None)
         ]
-        self._telling = _groups_that_tell(optimizer)
-        if self._telling and isinstance(optimizer, PACE):
-            self._told = optimizer.telling = {} if optimizer.telling is None else optimizer.telling
-        copied = [member for member in found if id(member.group) not in self._telling]
         # Ranks that add it up together must all do so, also if one of them copies nothing.
-        scale = scale_of(found) if copied or any(is_cut(member) for member in found) else 1.0
-        watched = [Watched(member, look(member, scale)) for member in copied]
+        scale = scale_of(found)
+        watched = [Watched(member, look(member, scale)) for member in found]
         self._before = {member.parameter: before for member, before in watched}
         # Now, if the gradients are here: some optimizers write their own update over them.
         self._slopes = {} if has_closure else slopes_of(watched)
@@ -166,24 +154,19 @@ class Probe:
         if torch.compiler.is_compiling():
             return
         assert isinstance(optimizer, PACE | Pullback)
-        may_skip = any(group.get("skip_nonfinite") for group in optimizer.param_groups)
-        may_skip = may_skip or getattr(optimizer, "found_inf", None) is not None  # of a GradScaler
         taken = self._taken
-        self._taken = steps_taken(optimizer) if may_skip else taken + 1
+        self._taken = taken + 1
         before, self._before = self._before, {}
-        told, self._told = self._told, {}
-        if self._taken == taken or not (before or told):
+        if not before:
             return
         there = list(members(optimizer))
-        if not all(is_told(member, told) for member in there if id(member.group) in self._telling):
-            return  # a step that took another path than could be known: better none than half a reading
         watched = [
             Watched(member, before[member.parameter])
             for member in there
             if member.parameter in before and has_moved(member, before[member.parameter])
         ]
         measured = measure(watched, self._slopes or slopes_of(watched))
-        found = {entry.name: entry for entry in (*measured, *told_of(there, told))}
+        found = {entry.name: entry for entry in measured}
         if found:
             record = Record(self._taken, [found[member.name] for member in there if member.name in found])
             self._records.append(record)
@@ -204,13 +187,6 @@ class Probe:
             heard = self._unheard.popleft()
             self._alarm.hear(heard.t, heard.reading.overall.gap_rms)
         self._unheard.append(record)
-
-
-def _groups_that_tell(optimizer: PACE | Pullback) -> set[int]:
-    """Ids of groups whose step will tell what it does, so that nothing of them has to be copied."""
-    if not isinstance(optimizer, PACE):
-        return set()
-    return {id(group) for i, group in enumerate(optimizer.param_groups) if optimizer.will_tell(i)}
 
 
 def steps_taken(optimizer: Optimizer) -> int:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, fields
 from numbers import Integral
-from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -41,13 +40,8 @@ class Recipe:
     def of(group: dict[str, Any]) -> "Recipe":
         return Recipe(**{name: group[name] for name in _NAMES if name in group})
 
-    def is_still(self, group: dict[str, Any]) -> bool:
-        """Whether this is the recipe of a group that has all settings, each the very same object."""
-        return all(map(is_, _SETTINGS_OF(group), _VALUES_OF(self)))
-
 
 _NAMES = tuple(field.name for field in fields(Recipe))
-_SETTINGS_OF, _VALUES_OF = itemgetter(*_NAMES), attrgetter(*_NAMES)
 
 
 USUAL: dict[str, dict[str, float | None]] = {
@@ -170,7 +164,7 @@ def _check_averages(group: dict[str, Any]) -> None:
 
 
 def _check_switches(group: dict[str, Any]) -> None:
-    for name in ("maximize", "capturable", "differentiable", "skip_nonfinite", "offload"):
+    for name in ("maximize", "capturable", "differentiable", "offload"):
         require(isinstance(group[name], bool), f"{name} value", group[name], "True or False")
     require(group["foreach"] in (None, True, False), "foreach value", group["foreach"], "None, True, False")
     _check_fused(group)
@@ -210,11 +204,6 @@ def _check_storage(group: dict[str, Any]) -> None:
     require(rounding in allowed, "rounding value", rounding, ", ".join(map(repr, allowed)))
     if rounding != "nearest" and group["differentiable"]:
         raise ValueError(f"rounding={rounding!r} excludes differentiable=True; use one of the two")
-    norm = group["max_grad_norm"]
-    ok = norm is None or (is_number(norm) and norm > 0.0)
-    require(ok, "max_grad_norm value", norm, "None, or > 0")
-    if norm is not None and group["differentiable"]:
-        raise ValueError("max_grad_norm and differentiable=True exclude each other; clip before the step")
 
 
 def check(group: dict[str, Any]) -> None:

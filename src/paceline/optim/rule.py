@@ -238,11 +238,10 @@ def seed_average_(average: Tensor, live: Tensor, t: Scalar) -> None:
         average.copy_(live)
 
 
-def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
+def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0) -> None:
     """One step of Algorithm 1 for one parameter, in place. The reference.
 
-    `scale` is for gain="scaled": the root mean square of √v̂ over the model, before this step. The gradient
-    counts `factor` times, to clip it.
+    `scale` is for gain="scaled": the root mean square of √v̂ over the model, before this step.
 
     The AdamW part follows torch's foreach order of operations, so that strength 0 equals
     `torch.optim.AdamW` bit for bit.
@@ -251,8 +250,6 @@ def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar =
     beta1, beta2 = recipe.betas
     step += 1
     at = at_step(step, recipe, on_device_of(live, scale))
-    if isinstance(factor, Tensor) or factor != 1:
-        grad = grad * on_device_of(grad, factor)
     if recipe.maximize:
         grad = -grad
     seed_average_(average, live, at.t)

@@ -155,9 +155,6 @@ class Wrapper(Averaging):
         except BaseException:
             self._abandon_all(members)
             raise
-        if self.skipped:  # nothing moved, and so nothing is averaged or counted
-            self._abandon_all(members)
-            return loss
         for group, parameters, work in zip(self.param_groups, members, prepared, strict=True):
             # Without a closure all had a gradient, which the base may have cleared by now.
             self._finish(group, [p for p in parameters if closure is None or p.grad is not None], work)
@@ -166,12 +163,6 @@ class Wrapper(Averaging):
     def _abandon_all(self, members: list[list[Tensor]]) -> None:
         for group, parameters in zip(self.param_groups, members, strict=True):
             self._abandon(group, parameters)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the base skipped the last step, as PACE does with skip_nonfinite."""
-        skipped: bool | Tensor = getattr(self.base, "skipped", False)
-        return skipped is True
 
     def _step_base(self, loss: Any) -> None:
         if isinstance(self.base, _StepsByLoss):
@@ -182,7 +173,6 @@ class Wrapper(Averaging):
     def _ready(self, group: dict[str, Any], number: int, closure: object) -> list[Tensor]:
         """The parameters that this step may move, each with a memory that fits it."""
         _check_capture(self.format, group, type(self).__name__)
-        _check_skips(group, type(self).__name__)
         wanted, parameters = self.format.wanted(group), []
         for i, parameter in enumerate(group["params"]):
             # A base that calls the closure itself makes its gradients only then.
@@ -346,14 +336,6 @@ def _check_capture(format: Format, group: dict[str, Any], name: str) -> None:
         raise RuntimeError(f"{name} counts its steps on the host and cannot be captured in a CUDA graph")
     if not group.get("capturable"):
         raise RuntimeError("capturing step() in a CUDA graph needs a base with capturable=True in all groups")
-
-
-def _check_skips(group: dict[str, Any], name: str) -> None:
-    if group.get("skip_nonfinite") and group.get("capturable"):
-        raise RuntimeError(
-            f"with capturable=True and skip_nonfinite=True the base skips steps on the device, where {name} "
-            "around it does not see it and would average on: leave out one of the two"
-        )
 
 
 def refuse_averaging_base(base: object, name: str) -> None:

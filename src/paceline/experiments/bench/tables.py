@@ -84,6 +84,10 @@ _TIMED = {
 """Columns: of which record, what is stepped, and which number."""
 
 
+_REMOVED = ("PACE, by itself", "PACE, fused, paper, clipped", "average on the host", "relative")
+"""Measured, and removed since; as was the one pass over memory on a CPU."""
+
+
 def step_table(folder: Path) -> str:
     """Everything that was measured, as a multiple of torch's fused AdamW."""
     known = {key: by_optimizer(read(folder, name)) for key, name in STEPS.items()}
@@ -91,10 +95,14 @@ def step_table(folder: Path) -> str:
     names = list(dict.fromkeys(name for key in ("H200", "CPU") for _, name in known[key]))
     body = []
     for name in names:
+        if any(word in name for word in _REMOVED):
+            continue
         kept = next(rows[at] for rows in known.values() for at in rows if at[1] == name)
         line = [name, size(kept["state"])]
         for record, model, number in _TIMED.values():
             row = known[record].get((model, name))
+            if record == "CPU" and name.startswith("PACE, fused"):
+                row = None
             line.append("" if row is None else f"{row[number]:.2f}")
         body.append(line)
     return markdown(["", "state", *_TIMED], body)
