@@ -68,9 +68,6 @@ KINDS = {
     "bfloat16, residual in bfloat16": (pace(average_dtype="bfloat16"), torch.bfloat16),
     "bfloat16, residual in int8": (pace(average_dtype="int8"), torch.bfloat16),
     "residual in int8": (pace(average_dtype="int8"), torch.float32),
-    "master": (pace(rounding="master"), torch.bfloat16),
-    "master, residual in int8": (pace(rounding="master", average_dtype="int8"), torch.bfloat16),
-    "stochastic": (pace(rounding="stochastic"), torch.bfloat16),
     "Pullback": (lambda model: wrapped(model, "Pullback"), torch.bfloat16),
     "Averages": (lambda model: wrapped(model, "Averages"), torch.bfloat16),
 }
@@ -80,7 +77,6 @@ DTYPES = {
     "bfloat16, residual in bfloat16": {"average_residual": torch.bfloat16},
     "bfloat16, residual in int8": {"average_residual": torch.int8, "average_scale": torch.float32},
     "residual in int8": {"returned_residual": torch.int8, "returned_scale": torch.float32},
-    "master": {"live_rest": torch.int16, "exp_avg": torch.float32, "average": torch.float32},
 }
 
 

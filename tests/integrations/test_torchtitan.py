@@ -448,7 +448,6 @@ KINDS = [
     (torch.float32, {"average_dtype": "int8"}),
     (torch.bfloat16, {}),
     (torch.bfloat16, {"average_dtype": "bfloat16"}),
-    (torch.bfloat16, {"rounding": "master"}),
 ]
 
 

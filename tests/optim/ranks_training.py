@@ -235,33 +235,6 @@ def fsdp2_low_precision(folder):
         assert_trained_alike(model, optimizer, single, expected)
 
 
-def fsdp2_rounding(folder):
-    """Sharded bfloat16 weights are trained as float32 ones, to the bit as one process does it."""
-    for storage in ({}, {"average_dtype": "bfloat16"}):
-        model, single = shard(make_model().bfloat16()), make_model().bfloat16()
-        optimizer, expected = (pace(net, rounding="master", **storage) for net in (model, single))
-        for number in range(STEPS):
-            step(model, optimizer, number, torch.bfloat16)
-            step(single, expected, number, torch.bfloat16)
-        for (name, p), q in zip(model.named_parameters(), single.named_parameters(), strict=True):
-            q = q[1]
-            for key, value in expected.state[q].items() if not storage else ():
-                ours = optimizer.state[p][key]
-                ours = ours.int() if ours.dtype == torch.int16 else ours  # which gloo does not gather
-                assert torch.equal(full(ours).to(value), value), (name, key)
-            assert torch.allclose(full(p.detach()), q.detach(), atol=0.02 if storage else 0.0), name
-            assert optimizer.state[p]["live_rest"].placements == p.placements
-    for change in ({"rounding": "stochastic"}, {"rounding": "master", "gain": "relative"}):
-        model = shard(make_model().bfloat16())
-        optimizer = pace(model, **change)
-        try:
-            step(model, optimizer, 0, torch.bfloat16)
-        except RuntimeError as error:
-            assert "relative" in change.values() and "sharded over several ranks" in str(error), error
-        else:
-            assert "relative" not in change.values()
-
-
 def fsdp2_int8_is_refused(folder):
     """Blocks of int8 cut by shards could not be put together again for another number of ranks."""
     for before in (False, True):

@@ -31,7 +31,7 @@ from paceline.optim import chunking, fused, work
 from paceline.optim.onepass import Numbers, numbers_of
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import at_count
-from paceline.optim.storage import decode, joined
+from paceline.optim.storage import decode
 
 pytest.importorskip("triton")
 
@@ -455,7 +455,7 @@ def test_sharded_parameters_take_it_by_their_parts():
         shapes = [(33, 7), (16,), (128,)]
         plain = parameters_of(shapes=shapes)
         cut = [distribute_tensor(p.detach(), mesh, [Shard(0)]).requires_grad_() for p in plain]
-        settings = {"lr": 1e-2, "gain": "paper", "fused": True, "rounding": "master"}
+        settings = {"lr": 1e-2, "gain": "paper", "fused": True}
         one, other = PACE(plain, **settings), PACE(cut, **settings)
         for step in gradients_of(4, shapes):
             set_gradients(plain, step)
@@ -479,63 +479,6 @@ def test_sharded_parameters_take_it_by_their_parts():
     finally:
         if own_group:
             dist.destroy_process_group()
-
-
-# --- Weights in bfloat16 ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("storage", ["float32", "int8"])
-@pytest.mark.parametrize(
-    "settings", [{}, {"gain": "paper", "betas": (0.0, 0.99)}], ids=["usual", "no momentum"]
-)
-def test_master_weights_are_those_of_float32(settings, storage):
-    """Beside float32 weights that are given the same gradients: all bits of weights and state."""
-    parameters = parameters_of(torch.bfloat16)
-    wide = [p.detach().float().requires_grad_() for p in parameters]
-    settings = {"lr": 1e-2, "fused": True, "average_dtype": storage, **settings}
-    optimizer, other = PACE(parameters, rounding="master", **settings), PACE(wide, **settings)
-    for step in gradients_of(5):
-        advance(optimizer, parameters, [[g.bfloat16() for g in step]])
-        advance(other, wide, [[g.bfloat16() for g in step]])
-    for narrow, full in zip(parameters, wide, strict=True):
-        ours, theirs = dict(optimizer.state[narrow]), other.state[full]
-        live = joined(narrow, ours.pop("live_rest"))
-        assert_same_bits({"live": live, **ours}, {"live": full.detach(), **theirs})
-
-
-def test_weights_rounded_at_random_are_those_of_the_other_paths():
-    """At every one of 4 steps, from equal inputs: the same hash, so that few differ, and those by a unit."""
-    parameters, different, count = parameters_of(torch.bfloat16), 0, 0
-    settings = {"lr": 1e-2, "rounding": "stochastic"}
-    optimizer = PACE(parameters, fused=True, **settings)
-    for gradients in gradients_of(4):
-        twins = [p.detach().clone().requires_grad_() for p in parameters]
-        other = PACE(twins, foreach=True, **settings)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        advance(optimizer, parameters, [gradients])
-        advance(other, twins, [gradients])
-        a, b = everything(optimizer), everything(other)
-        assert a.keys() == b.keys()
-        for key in a:
-            apart = (a[key].double() - b[key].double()).abs()
-            unit = b[key].double().abs() * (2.0**-7 if a[key].dtype == torch.bfloat16 else 1e-5)
-            assert (apart <= unit + 1e-6).all(), key
-            if a[key].dtype == torch.bfloat16:
-                different, count = different + int((apart > 0).sum()), count + apart.numel()
-    assert different <= 0.01 * count + 1
-
-
-@pytest.mark.skipif(not CUDA, reason="100,000 draws are many for the interpreter")
-def test_rounding_at_random_is_right_on_the_mean():
-    parameter = torch.ones(100_000, dtype=torch.bfloat16, device="cuda").requires_grad_()
-    optimizer = PACE([parameter], lr=7e-4, gain="paper", weight_decay=0.0, fused=True, rounding="stochastic")
-    for _ in range(3):
-        parameter.grad = torch.full_like(parameter, 0.3)
-        optimizer.step()
-    assert abs(parameter.detach().double().mean().item() - (1 - 3 * 7e-4)) < 3e-5
-    gradient = torch.tensor(0.3, dtype=torch.bfloat16).double().item()
-    v = optimizer.state[parameter]["exp_avg_sq"].double().mean().item()
-    assert abs(v / (gradient**2 * (1 - 0.999**3)) - 1) < 3e-5
 
 
 # --- Gradients --------------------------------------------------------------------------------------
@@ -575,56 +518,6 @@ def test_a_step_that_a_scaler_skips_is_none():
         assert torch.allclose(value.cpu(), ends[False][key].cpu(), rtol=1e-5, atol=1e-6), key
 
 
-# --- On the host ------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("settings", [{"update_every": 3}, {"gain": "paper"}, {"foreach": True}], ids=str)
-def test_averages_kept_on_the_host_are_those_kept_on_the_device(settings, tmp_path):
-    def made(offload):
-        parameters = parameters_of()
-        optimizer = PACE(parameters, lr=1e-2, offload=offload, **settings)
-        advance(optimizer, parameters, gradients_of(7))
-        return optimizer, parameters
-
-    (away, parameters), (here, twins) = made(True), made(False)
-    for p, q in zip(parameters, twins, strict=True):
-        kept = away.state[p]["average"]
-        assert kept.device.type == "cpu" and (kept.is_pinned() or not kept.numel())
-        with averaged_weights(away), averaged_weights(here):
-            assert torch.equal(p, q)
-        assert torch.equal(p, q)
-    torch.save(away.state_dict(), tmp_path / "state.pt")
-    resumed_parameters = [p.detach().clone().requires_grad_() for p in parameters]
-    resumed = PACE(resumed_parameters, lr=1e-2, offload=True, **settings)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt"))
-    here.load_state_dict(torch.load(tmp_path / "state.pt"))
-    for optimizer, own in ((away, parameters), (resumed, resumed_parameters), (here, twins)):
-        advance(optimizer, own, gradients_of(3, seed=5))
-    assert here.state[twins[0]]["average"].is_cuda
-    kinds = [{k: v.cpu() for k, v in everything(o).items()} for o in (away, resumed, here)]
-    assert_same_bits(kinds[0], kinds[1])
-    assert_same_bits(kinds[0], kinds[2])
-
-
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_averages_kept_on_the_host_take_no_memory_of_the_device():
-    found = {}
-    for offload in (False, True):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        parameters = parameters_of(shapes=[(1000, 1000)] * 3)
-        optimizer = PACE(parameters, lr=1e-2, update_every=2, offload=offload)
-        set_gradients(parameters, [torch.ones_like(p) for p in parameters])
-        for _ in range(4):
-            optimizer.step()
-        torch.cuda.synchronize()
-        found[offload] = torch.cuda.memory_allocated() - before
-        del parameters, optimizer
-    assert found[False] - found[True] >= 2 * 3 * 4_000_000
-
-
 # --- The choice of a path ---------------------------------------------------------------------------
 
 
@@ -658,19 +551,16 @@ from paceline.optim import kernel, kernel_before
 
 names = kernel.step.arg_names
 # Six arrays, two loads of four float32 each; residuals in bfloat16 take one, those in int8 a narrower one.
-for of, stored, rounding, wide in (
-    (tl.float32, tl.float32, "nearest", 6 * 2),
-    (tl.bfloat16, tl.float32, "nearest", 4 + 2 * 2),
-    (tl.float32, tl.bfloat16, "nearest", 4 * 2 + 2),
-    (tl.float32, tl.int8, "nearest", 4 * 2),
-    (tl.bfloat16, tl.float32, "stochastic", 4 + 2 * 2),
-    (tl.bfloat16, tl.float32, "master", 3 + 4 * 2),
+for of, stored, wide in (
+    (tl.float32, tl.float32, 6 * 2),
+    (tl.bfloat16, tl.float32, 4 + 2 * 2),
+    (tl.float32, tl.bfloat16, 4 * 2 + 2),
+    (tl.float32, tl.int8, 4 * 2),
 ):
     settings = {"OF": of, "GRAD": of, "STORAGE": stored, "PULL": "over", "LOOKAHEAD": False, "AVERAGES": 2}
     settings |= {"SUMS": 1, "ROOT": True, "TENSORS": 512, "PARTS": 8, "ON_DEVICE": False}
     settings |= {"ALIGNED": True, "GRAD_ALIGNED": True}
-    settings |= {"MOMENTS": tl.float32 if rounding == "master" else of, "MOMENTUM": True}
-    settings |= {"ROUNDING": rounding, "KEPT": "", "BLOCK": 1024}
+    settings |= {"MOMENTS": of, "MOMENTUM": True, "KEPT": "", "BLOCK": 1024}
     types = dict.fromkeys(names, "fp32") | dict.fromkeys(("table", "grads", "chunks"), "*i64")
     pointers = dict.fromkeys(("sums", "numbers"), "*fp32")
     types |= pointers | {"scale": "*fp32", "ages": "*i64", "t": "i64"}

@@ -59,10 +59,6 @@ REFUSED = [
     ({"max_gain": math.nan}, "max_gain", "nan", "> 0"),
     ({"maximize": 1}, "maximize", "1", "True or False"),
     ({"foreach": True, "differentiable": True}, "foreach=True", "differentiable=True", "use foreach=False"),
-    ({"rounding": "up"}, "rounding", "'up'", "'nearest', 'stochastic', 'master'"),
-    ({"rounding": "master", "differentiable": True}, "rounding='master'", "differentiable", "one of the two"),
-    ({"offload": 1}, "offload", "1", "True or False"),
-    ({"offload": True, "average_dtype": "int8"}, "offload=True", "average_dtype='int8'", "one of the two"),
 ]
 
 

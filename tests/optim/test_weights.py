@@ -425,7 +425,6 @@ class Imitates:
 KINDS = {
     "float32": lambda parameters: PACE(parameters, lr=1e-2),
     "int8": lambda parameters: PACE(parameters, lr=1e-2, average_dtype="int8"),
-    "master": lambda parameters: PACE(parameters, lr=1e-2, rounding="master"),
     "Pullback": lambda parameters: Pullback(torch.optim.AdamW(parameters, lr=1e-2), gain="scaled"),
     "Averages": lambda parameters: Averages(torch.optim.AdamW(parameters), {"a": PowerLaw(0.7)}),
     "Averages of PACE": lambda parameters: Averages(PACE(parameters, lr=1e-2), {"a": PowerLaw(0.9)}),
@@ -436,7 +435,6 @@ def two_layers(kind, steps):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].bias.requires_grad_(False)
-    model = model.bfloat16() if kind == "master" else model
     optimizer = KINDS[kind](model.parameters())
     for _ in range(steps):
         model(torch.ones(2, 4, dtype=model[0].weight.dtype)).square().sum().backward()

@@ -160,7 +160,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def _row(slot: Slot, state: State) -> tuple[int, ...]:
     """The row of a slot in the table of kernel.py."""
-    others = (state.get(key) for key in (scale_key("average"), scale_key("returned"), "live_rest"))
+    others = (state.get(scale_key(name)) for name in ("average", "returned"))
     own = row_of(slot)
     return (own[0], *own[2:], *(0 if other is None else other.data_ptr() for other in others))
 
@@ -168,8 +168,7 @@ def _row(slot: Slot, state: State) -> tuple[int, ...]:
 def _kind(slot: Slot, state: State) -> tuple[object, ...]:
     """What all slots of a launch have in common, but their age."""
     live, dtypes = slot.live, (slot.grad.dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
-    arrays = (live, *slot[2:6], state.get("live_rest"))
-    aligned = all(array.data_ptr() % 16 == 0 for array in arrays if array is not None)
+    aligned = all(array.data_ptr() % 16 == 0 for array in (live, *slot[2:6]) if array is not None)
     return live.device, live.dtype, *dtypes, averages_of(slot), slot.exp_avg is not None, aligned
 
 
@@ -277,8 +276,8 @@ class _Launch:
         few = self._few if self.leaves_sums(recipe) and self.elements and not recipe.capturable else None
         share = 0.0 if few is None else _share(recipe.betas[1], count, self.elements)
         how = (
-            pull, averages, recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
-            recipe.gap == "lookahead" and pull != "none", self._parts if self.leaves_sums(recipe) else 0,
+            pull, averages, recipe.gap == "lookahead" and pull != "none",
+            self._parts if self.leaves_sums(recipe) else 0,
             on_device, self._grads_aligned, few is not None,
         )  # fmt: skip
         self._run(
@@ -296,10 +295,10 @@ class _Launch:
     def _step_kernel(self, how: tuple[Any, ...]) -> Kernel:
         from paceline.optim import kernel
 
-        pull, averages, rounding, lookahead, sums, on_device, grads_aligned, root = how
+        pull, averages, lookahead, sums, on_device, grads_aligned, root = how
         constants = {
             "OF": self._dtype, "GRAD": self._grad_dtype, "MOMENTS": self._moments,
-            "MOMENTUM": self._momentum, "ROUNDING": rounding, "STORAGE": self._stored,
+            "MOMENTUM": self._momentum, "STORAGE": self._stored,
             "PULL": pull, "LOOKAHEAD": lookahead, "AVERAGES": averages, "SUMS": sums,
             **self._constants_of_root(root), "ON_DEVICE": on_device, "ALIGNED": self._aligned,
             "GRAD_ALIGNED": grads_aligned, "KEPT": self._kept, "BLOCK": self._block,

@@ -8,9 +8,9 @@ Only the last chunk of a tensor is masked, so that all others load and store 16 
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(9)
-"""Of the table: live, both moments, average, returned, elements, scales of average and of returned, what
-bfloat16 drops of live. Gradients move, and have a table of their own."""
+COLUMNS = tl.constexpr(8)
+"""Of the table: live, both moments, average, returned, elements, scales of average and of returned.
+Gradients move, and have a table of their own."""
 NUMBERS = tl.constexpr(16)
 """Of a row of `numbers`: those of onepass.Numbers, and whether it is a first step."""
 
@@ -43,9 +43,8 @@ def _store(
         tl.store(start + offsets, value.to(OF))
 
 
-# --- How weights and averages are kept: storage.py says it, and what follows is the same ---------------
+# --- How averages are kept: storage.py says it, and what follows is the same ---------------
 
-OF_LIVE, OF_M, OF_V = tl.constexpr(0x40000000), tl.constexpr(0x80000000), tl.constexpr(0xC0000000)  # salts
 BLOCK_OF_SCALE = tl.constexpr(128)
 LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -75,32 +74,6 @@ def _at_random(value, noise):
     rounded = tl.where((bits & NOT_FINITE) == NOT_FINITE, largest, bits.to(tl.float32, bitcast=True))
     finite = (value.to(tl.uint32, bitcast=True) & NOT_FINITE) != NOT_FINITE
     return tl.where(finite, rounded, value)
-
-
-@triton.jit
-def _joined(
-    live_at, rest_at, first, offsets, count,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    """Weights of which bfloat16 has one half, and the rest the other."""
-    # 16 bits, which float32 holds whole.
-    upper = load(live_at, first, offsets, count, tl.int16, ALIGNED, MASKED, KEPT).to(tl.int32) << 16
-    rest = load(rest_at, first, offsets, count, tl.int16, ALIGNED, MASKED, KEPT).to(tl.int32)
-    rest = tl.where(((upper & 0x7FFFFFFF) == 0) & (rest < 0), 0, rest)  # as storage.py says
-    return (upper + rest).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _split(
-    live_at, rest_at, first, offsets, count, live, ALIGNED: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    bits = live.to(tl.int32, bitcast=True)
-    finite = (bits & NOT_FINITE) != NOT_FINITE
-    upper = (bits + 0x8000) & -0x10000
-    upper = tl.where(finite, upper, live.to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True))
-    rest = tl.where(finite, bits - upper, 0)
-    _store(live_at, first, offsets, count, (upper >> 16).to(tl.int16), tl.int16, ALIGNED, MASKED)
-    _store(rest_at, first, offsets, count, rest.to(tl.int16), tl.int16, ALIGNED, MASKED)
 
 
 @triton.jit
@@ -173,17 +146,14 @@ def _advance(
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
     rate, limit, keep, move, keep_returned, move_returned, fresh,
     OF: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr, MOMENTUM: tl.constexpr,
-    ROUNDING: tl.constexpr, STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
     AVERAGES: tl.constexpr, SUMS: tl.constexpr,
     ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, MASKED: tl.constexpr, KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
-    live_at, m_at, v_at, rest_at = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 8)
-    if ROUNDING == "master":
-        before = _joined(live_at, rest_at, first, offsets, count, ALIGNED, MASKED, KEPT)
-    else:
-        before = load(live_at, first, offsets, count, OF, ALIGNED, MASKED, KEPT)
+    live_at, m_at, v_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    before = load(live_at, first, offsets, count, OF, ALIGNED, MASKED, KEPT)
     grad = sign * load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED, KEPT)
     m = grad
     if MOMENTUM:
@@ -222,20 +192,9 @@ def _advance(
         gain = tl.where(gain > limit, limit, gain)
         way_there = average - ((before + way) if LOOKAHEAD else before)
         way = tl.fma(gain, way_there, way)
-    # The averages are of `new`, and residuals are of `live`: the weights as they are stored.
-    new = before + way
-    live = new
-    if ROUNDING == "master":
-        _split(live_at, rest_at, first, offsets, count, new, ALIGNED, MASKED)
-    else:
-        if ROUNDING == "stochastic":
-            live = _at_random(new, _noise(first, offsets, t, OF_LIVE))
-            m = _at_random(m, _noise(first, offsets, t, OF_M))
-            v = _at_random(v, _noise(first, offsets, t, OF_V))
-        else:
-            live = new.to(OF).to(tl.float32)
-            new = live
-        _store(live_at, first, offsets, count, live, OF, ALIGNED, MASKED)
+    # Averages are of the weights as they are stored.
+    live = (before + way).to(OF).to(tl.float32)
+    _store(live_at, first, offsets, count, live, OF, ALIGNED, MASKED)
     if MOMENTUM:
         _store(m_at, first, offsets, count, m, MOMENTS, ALIGNED, MASKED)
     _store(v_at, first, offsets, count, v, MOMENTS, ALIGNED, MASKED)
@@ -243,13 +202,13 @@ def _advance(
         store_sums(sums, v, first, offsets, count, MOMENTS, MASKED, SUMS, BLOCK)
     if AVERAGES > 0:
         if not LOOKAHEAD:
-            average = _moved(average, new, keep, move)
+            average = _moved(average, live, keep, move)
         _keep_average(
             average, live, tl.load(row + 3), tl.load(row + 6), first, offsets, count, t,
             0, STORAGE, ALIGNED, MASKED, BLOCK,
         )  # fmt: skip
     if AVERAGES > 1:
-        returned = _moved(returned, new, keep_returned, move_returned)
+        returned = _moved(returned, live, keep_returned, move_returned)
         _keep_average(
             returned, live, tl.load(row + 4), tl.load(row + 7), first, offsets, count, t,
             1, STORAGE, ALIGNED, MASKED, BLOCK,
@@ -316,7 +275,6 @@ def step(
     GRAD: tl.constexpr,  # dtype of the gradient
     MOMENTS: tl.constexpr,  # dtype of moments
     MOMENTUM: tl.constexpr,  # whether there is a first moment
-    ROUNDING: tl.constexpr,  # "nearest", "stochastic" or "master"
     STORAGE: tl.constexpr,  # dtype of averages: float32, or that of residuals
     PULL: tl.constexpr,  # "none", "uniform", or "over": a number over √v̂ + ε
     LOOKAHEAD: tl.constexpr,
@@ -348,7 +306,7 @@ def step(
             row, grad_at, first, count, scale, sums + program * SUMS, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS,
+            OF, GRAD, MOMENTS, MOMENTUM, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS,
             ALIGNED, GRAD_ALIGNED, False, KEPT, BLOCK,
         )  # fmt: skip
     else:
@@ -356,7 +314,7 @@ def step(
             row, grad_at, first, count, scale, sums + program * SUMS, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS,
+            OF, GRAD, MOMENTS, MOMENTUM, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS,
             ALIGNED, GRAD_ALIGNED, True, KEPT, BLOCK,
         )  # fmt: skip
     if ROOT:

@@ -27,7 +27,7 @@ from paceline.optim.rule import (
     stays_on_device,
 )
 from paceline.optim.sharded import local
-from paceline.optim.state import average_dtype, average_of, in_full, real
+from paceline.optim.state import average_dtype, average_of, real
 
 # --- Before the step ------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class Member(NamedTuple):
         return average_of(self.state, "average", self.parameter)
 
     def live(self) -> Tensor:
-        return real(local(in_full(self.parameter, self.state)))
+        return real(local(self.parameter.detach()))
 
 
 class Before(NamedTuple):

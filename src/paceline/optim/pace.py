@@ -13,7 +13,7 @@ from paceline.optim import recipe, weights
 from paceline.optim.averaging import Averaging
 from paceline.optim.fused import Table
 from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
-from paceline.optim.recipe import AverageDtype, Gain, Gap, Rounding
+from paceline.optim.recipe import AverageDtype, Gain, Gap
 from paceline.optim.state import (
     State,
     allocate,
@@ -22,9 +22,8 @@ from paceline.optim.state import (
     is_expanded,
     kept_as,
     name_of,
-    refusal,
     returned_key,
-    settled,
+    storage_refusal,
 )
 from paceline.optim.work import path_name, plan_all, scale_before
 
@@ -83,12 +82,6 @@ class PACE(Averaging):
             "bfloat16" (2) and "int8" (1.03) as live − average, rounded at random (docs/storage.md). Whoever
             then changes live weights from outside moves their averages along. A loaded state is turned
             into what is asked for here.
-        rounding: of bfloat16 weights; others have no need of it. "nearest", as in torch: a step below 1/256
-            of a weight moves it nowhere. "stochastic": they and their moments are rounded up or down at
-            random, right on the mean, and take no memory more. "master": the 16 bits that bfloat16 drops are
-            kept beside them (2 bytes a weight) and moments in float32: float32 weights, bit for bit.
-        offload: keep averages of weights on a GPU in the host's memory, which a step reaches over the bus: no
-            bytes of the GPU, and slow but for a large update_every. For average_dtype="float32".
         foreach, maximize, capturable, differentiable: as in torch.optim.AdamW. foreach=True and False are the
             same to the bit in float32 and float64.
         fused: in one pass over memory. None: on a GPU where it can be, by one launch of a Triton kernel for
@@ -110,7 +103,7 @@ class PACE(Averaging):
         check=recipe.check,
         wanted=averages_of,
         # How things are kept is for the optimizer at hand to say: whatever is loaded is turned into that.
-        ignored=ADAMW_ONLY_SETTINGS | {"average_dtype", "rounding", "offload"},
+        ignored=ADAMW_ONLY_SETTINGS | {"average_dtype"},
         packed=_packed,
     )
 
@@ -132,8 +125,6 @@ class PACE(Averaging):
         gap: Gap = "pre",
         return_power: float | None = None,
         average_dtype: AverageDtype = "float32",
-        rounding: Rounding = "nearest",
-        offload: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         maximize: bool = False,
@@ -155,8 +146,6 @@ class PACE(Averaging):
             "gap": gap,
             "return_power": return_power,
             "average_dtype": average_dtype,
-            "rounding": rounding,
-            "offload": offload,
             "foreach": foreach,
             "fused": fused,
             "maximize": maximize,
@@ -180,7 +169,7 @@ class PACE(Averaging):
         group = self.param_groups[-1]
         group["parameters_hold"] = self.param_groups[0]["parameters_hold"]
         for i, parameter in enumerate(group["params"]):
-            reason = refusal(parameter, group)
+            reason = storage_refusal(parameter, group["average_dtype"])
             if not is_lazy(parameter) and is_expanded(parameter):
                 reason = (
                     f"is an expanded tensor (strides {parameter.stride()}): several elements share one "
@@ -227,13 +216,6 @@ class PACE(Averaging):
             self._seed_again(work.parameters, work.group)
             work.step_(scale)
         return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's. While the parameters hold the average, it also has the `live` weights."""
-        for parameter, state in self.state.items():
-            if "average" in state:
-                settled(state["average"], parameter)
-        return super().state_dict()
 
     # --- Averages: what `Averaging` asks of us ----------------------------------------------------
 

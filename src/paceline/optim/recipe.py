@@ -11,7 +11,6 @@ from paceline.optim.checks import is_number, require
 Gain = Literal["paper", "uniform", "relative", "scaled"]
 Gap = Literal["pre", "lookahead"]
 AverageDtype = Literal["float32", "bfloat16", "int8"]
-Rounding = Literal["nearest", "stochastic", "master"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,6 @@ class Recipe:
     maximize: bool
     capturable: bool
     differentiable: bool
-    rounding: Rounding = "nearest"
 
     @staticmethod
     def of(group: dict[str, Any]) -> "Recipe":
@@ -164,7 +162,7 @@ def _check_averages(group: dict[str, Any]) -> None:
 
 
 def _check_switches(group: dict[str, Any]) -> None:
-    for name in ("maximize", "capturable", "differentiable", "offload"):
+    for name in ("maximize", "capturable", "differentiable"):
         require(isinstance(group[name], bool), f"{name} value", group[name], "True or False")
     require(group["foreach"] in (None, True, False), "foreach value", group["foreach"], "None, True, False")
     _check_fused(group)
@@ -195,15 +193,6 @@ def _check_storage(group: dict[str, Any]) -> None:
             f"average_dtype={kept!r} rounds at random, which has no derivative for differentiable=True; "
             "use one of the two"
         )
-    if kept != "float32" and group["offload"]:
-        raise ValueError(
-            f"offload=True keeps averages on the host between the steps that move them, and what live has "
-            f"beyond them (average_dtype={kept!r}) changes at every step; use one of the two"
-        )
-    rounding, allowed = group["rounding"], get_args(Rounding)
-    require(rounding in allowed, "rounding value", rounding, ", ".join(map(repr, allowed)))
-    if rounding != "nearest" and group["differentiable"]:
-        raise ValueError(f"rounding={rounding!r} excludes differentiable=True; use one of the two")
 
 
 def check(group: dict[str, Any]) -> None:

@@ -73,9 +73,6 @@ def _plan(
         table = tables.setdefault(number, fused.Table())
         table.update(slots, own, group["capturable"])
         return Work(group, parameters, own, slots, _loop_step_, table)
-    for (i, _), slot in zip(places, slots, strict=True):
-        if reason := packing.refusal(slot.live, group):
-            raise RuntimeError(f"{name_of(group, number, i)} {reason}")
     takes_foreach = _takes_foreach(group, [local(slot.live) for slot in slots])
     return Work(group, parameters, own, slots, foreach_step_ if takes_foreach else _loop_step_, None)
 
@@ -228,12 +225,11 @@ def _loop_step_(slots: list[Slot], recipe: Recipe, scale: Scalar) -> None:
 
 def _packed_step_(work: Work, recipe: Recipe, scale: Scalar) -> None:
     """Open what is kept otherwise for a path that knows none of it, chunk by chunk, and close it again."""
-    group = work.group
     for chunk in chunks(zip(work.slots, work.states, strict=True), lambda pair: (pair[0].live, None)):
-        opened = [packing.opened(slot, state, group) for slot, state in chunk]
+        opened = [packing.opened(slot, state) for slot, state in chunk]
         work.path(opened, recipe, scale)
         for done, (slot, state) in zip(opened, chunk, strict=True):
-            packing.close_(slot, done, state, group)
+            packing.close_(slot, done, state)
 
 
 # --- The scale of the model, for gain="scaled" ----------------------------------------------------------
