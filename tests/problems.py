@@ -19,10 +19,8 @@ VARIANTS = {
     "strength_0": {"gain": "paper", "pullback_strength": 0.0},
     "uniform": {"gain": "uniform", "pullback_strength": 2.0},
     "push": {"gain": "uniform", "pullback_strength": -0.5},
-    "relative": {"gain": "relative", "pullback_strength": 1.5},
     "scaled": {"gain": "scaled", "pullback_strength": 60.0},
     "scaled_lookahead": {"gain": "scaled", "pullback_strength": 60.0, "gap": "lookahead", "update_every": 2},
-    "relative_push": {"gain": "relative", "pullback_strength": -0.3},
     "lookahead": {"gain": "paper", "gap": "lookahead", "pullback_strength": 30.0},
     "lookahead_saturated": {"gain": "paper", "gap": "lookahead", "pullback_strength": float("inf")},
     "every_3": {"gain": "paper", "update_every": 3, "pullback_strength": 30.0},
@@ -100,8 +98,7 @@ def assert_same_bits(a, b):
 
 
 def _bytes(tensor):
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return flat.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def peak_bytes(action):

@@ -145,11 +145,6 @@ def fsdp2_foreach(folder):
     fsdp2(folder, foreach=True)
 
 
-def fsdp2_relative(folder):
-    """rms over the whole tensor, not over a rank's part of it."""
-    fsdp2(folder, gain="relative", foreach=True)
-
-
 def fsdp2_scaled(folder):
     """rms over the whole model."""
     for foreach in (True, False):

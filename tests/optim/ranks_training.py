@@ -41,10 +41,6 @@ def scaled(model, **settings):
     return PACE(model.parameters(), lr=1e-2, **settings)
 
 
-def relative(model, **settings):
-    return PACE(model.parameters(), lr=1e-2, gain="relative", pullback_strength=0.3, **settings)
-
-
 def pullback(model):
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return Pullback(base, gain="scaled", return_power=0.8)
@@ -60,7 +56,7 @@ def averages(model):
     return Averages(base, {"power": PowerLaw(0.7), "bema": BEMA()})
 
 
-OPTIMIZERS = (pace, scaled, relative, pullback, pullback_around_sgd, averages)
+OPTIMIZERS = (pace, scaled, pullback, pullback_around_sgd, averages)
 
 
 def step(model, optimizer, number, dtype, share=slice(None), forward=None):
@@ -198,7 +194,7 @@ def fsdp2_training(folder):
         _assert_like_alone(make, make_tied, torch.float64, {})
     for mesh, reshard in itertools.product(meshes(), (True, False)):
         how = {"reshard_after_forward": reshard} | ({} if mesh is None else {"mesh": mesh})
-        make = scaled if reshard else relative
+        make = scaled if reshard else pace
         _assert_like_alone(make, lambda dtype: make_model().to(dtype), torch.float32, how, steps=8)
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     _assert_like_alone(scaled, make_tied, torch.float32, offload)
@@ -299,7 +295,6 @@ COLLECTIVES = (
     (pace, {"average_dtype": "bfloat16"}, 0),
     (pace, {"betas": (0.0, 0.99)}, 0),
     (scaled, {}, 1),
-    (relative, {}, 1),
     (pullback_around_sgd, {}, 0),
     (pullback, {}, 1),
     (averages, {}, 0),
@@ -350,7 +345,7 @@ def fsdp2_caches(folder):
         return native[1], python.sharding_propagator.propagate_op_sharding.cache_info().misses
 
     for make in OPTIMIZERS:
-        for path in ({}, {"foreach": False}) if make in (pace, scaled, relative) else ({},):
+        for path in ({}, {"foreach": False}) if make in (pace, scaled) else ({},):
             model = shard(make_model())
             optimizer = make(model, **path)
             found = []

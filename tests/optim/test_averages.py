@@ -154,7 +154,7 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_is_not_changed_by_averages(dtype):
     alone, beside = make_parameters(dtype=dtype), make_parameters(dtype=dtype)
     base, optimizer = optim.AdamW(alone, lr=1e-2), Averages(optim.AdamW(beside, lr=1e-2), SEVERAL)

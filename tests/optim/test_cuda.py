@@ -93,9 +93,8 @@ def test_foreach_is_the_loop_to_rounding(name):
 
 CAPTURED = [
     (name, path)
-    for name in ("strong", "relative", "scaled", "lookahead", "every_3", "return_power")
+    for name in ("strong", "scaled", "lookahead", "every_3", "return_power")
     for path in ({"foreach": False}, {"foreach": True}, {"fused": True})
-    if not (name == "relative" and "fused" in path)
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TWO_ONLY = (
-    *("ddp", "fsdp2_loop", "fsdp2_foreach", "fsdp2_relative", "fsdp2_scaled"),
+    *("ddp", "fsdp2_loop", "fsdp2_foreach", "fsdp2_scaled"),
     *("fsdp2_dcp", "fsdp2_made_before", "fsdp2_residuals"),
     "unwritable",
 )

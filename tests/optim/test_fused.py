@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*encountered
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-OFFERED = {name: v for name, v in VARIANTS.items() if v.get("gain") != "relative"}
+OFFERED = VARIANTS
 # Below, at and above a chunk of BLOCK elements; odd ones; none.
 SHAPES = [(33, 7), (16,), (), (128,), (129,), (0, 3)]
 
@@ -527,7 +527,6 @@ def test_on_a_gpu_one_pass_is_taken_where_it_can_be():
         ({}, torch.float32, "one pass, by Triton"),
         ({"foreach": True}, torch.float32, "foreach"),
         ({"fused": False, "foreach": False}, torch.float32, "tensor by tensor"),
-        ({"gain": "relative", "pullback_strength": 1.0}, torch.float32, "foreach"),
     ):
         parameters = parameters_of(dtype)
         optimizer = PACE(parameters, lr=1e-2, **settings)

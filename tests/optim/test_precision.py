@@ -62,7 +62,6 @@ def test_the_average_moves_where_a_low_precision_one_stands_still(dtype):
         (torch.float16, torch.float32),
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
-        (torch.complex64, torch.complex64),
     ],
 )
 def test_precision_of_the_state(dtype, kept):

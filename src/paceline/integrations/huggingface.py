@@ -191,7 +191,7 @@ def _refusal_under_deepspeed(zero: Any) -> str | None:
             "their average; use ZeRO stage 1 or 2, or DDP"
         )
     for group in zero.param_groups:
-        pulls = group.get("pullback_strength") != 0 and group.get("gain") in ("scaled", "relative")
+        pulls = group.get("pullback_strength") != 0 and group.get("gain") == "scaled"
         if pulls:
             return (
                 f'gain="{group["gain"]}" needs sums over the whole model, of which DeepSpeed shows a rank '

@@ -14,7 +14,7 @@ from paceline.optim.checks import is_number, require
 from paceline.optim.foreach import chunks, move_averages_
 from paceline.optim.loading import Format
 from paceline.optim.rule import averaging_rate
-from paceline.optim.state import State, allocate_averages, conform_averages, real, take_averages
+from paceline.optim.state import State, allocate_averages, conform_averages, take_averages
 from paceline.optim.weights import show_computed_, show_kept_
 from paceline.optim.wrapper import Wrapper, is_schedule_free
 
@@ -337,11 +337,11 @@ class Averages(Wrapper):
             tensors += [(buffer, state) for buffer, state in kept if state]
         for chunk in chunks(tensors, lambda item: (item[0], item[1]["step"].item())):
             states = [state for _, state in chunk]
-            lives = [real(tensor.detach()) for tensor, _ in chunk]
+            lives = [tensor.detach() for tensor, _ in chunk]
             torch._foreach_add_([state["step"] for state in states], 1)
             t = int(states[0]["step"].item())
             for name, average in self.averages.items():
-                average.move_({p: [real(s[_key(name, p)]) for s in states] for p in average.parts}, lives, t)
+                average.move_({p: [s[_key(name, p)] for s in states] for p in average.parts}, lives, t)
 
     def _abandon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Nothing was changed."""

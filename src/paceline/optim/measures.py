@@ -27,7 +27,7 @@ from paceline.optim.rule import (
     stays_on_device,
 )
 from paceline.optim.sharded import local
-from paceline.optim.state import average_dtype, average_of, real
+from paceline.optim.state import average_dtype, average_of
 
 # --- Before the step ------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class Member(NamedTuple):
         return average_of(self.state, "average", self.parameter)
 
     def live(self) -> Tensor:
-        return real(local(self.parameter.detach()))
+        return local(self.parameter.detach())
 
 
 class Before(NamedTuple):
@@ -115,7 +115,7 @@ def _average(member: Member, live: Tensor) -> Tensor:
         return live
     if member.own("unseeded") is not None:
         return live
-    return real(local(average)).to(live.device, copy=True)
+    return local(average).to(live.device, copy=True)
 
 
 def slopes_of(watched: Iterable[Watched]) -> dict[Tensor, Slope]:
@@ -132,7 +132,7 @@ def slopes_of(watched: Iterable[Watched]) -> dict[Tensor, Slope]:
 def _gradient(member: Member) -> Tensor:
     assert member.parameter.grad is not None
     gradient = local(member.parameter.grad)
-    return real(gradient if gradient.layout == torch.strided else gradient.to_dense())
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _gaps(chunk: list[Watched]) -> list[Tensor]:
@@ -247,18 +247,15 @@ def _pulls_(gaps: list[Tensor], chunk: list[Watched], ats: list[At], recipe: Rec
 def _ratios(chunk: list[Watched], ats: list[At], recipe: Recipe) -> list[Tensor]:
     averages = [entry.before.average for entry in chunk]
     if recipe.gain == "uniform":
-        values, denominators = averages, [torch.empty_like(average) for average in averages]
+        denominators = [torch.empty_like(average) for average in averages]
     else:
         known = [moment for m, _ in chunk if (moment := second_moment(m.state, m.group)) is not None]
         ats = [at._replace(root_correction=moment.root_correction) for at, moment in zip(ats, known)]
-        values = [moment.value for moment in known]
-        denominators = denominators_of(values, ats, known[0].eps)
+        denominators = denominators_of([moment.value for moment in known], ats, known[0].eps)
     ratios = []
-    for average, value, denominator, at in zip(averages, values, denominators, ats, strict=True):
+    for average, denominator, at in zip(averages, denominators, ats, strict=True):
         wide = denominator.to(average.dtype)
-        strength, correction = recipe.pullback_strength, at.root_correction
-        terms = Terms(wide, value, correction, at.lr, strength, out=wide, scale=at.scale)
-        # Cut to this rank's part last: gain="relative" compares with the RMS of the whole tensor.
+        terms = Terms(wide, at.lr, recipe.pullback_strength, out=wide, scale=at.scale)
         ratio = local(RATIOS[recipe.gain](terms))
         ratios.append(torch.where(at.pulling, ratio, 0.0) if isinstance(at.pulling, Tensor) else ratio)
     return ratios
@@ -273,5 +270,5 @@ def _lookahead(entry: Watched, gain: Tensor, rate: Scalar) -> Tensor:
     """
     average, old = entry.member.average(), entry.before.average
     assert average is not None
-    new, live = real(local(average)), entry.member.live()
+    new, live = local(average), entry.member.live()
     return torch.where(gain < 0.5, gain / (1 - gain) * (new - live), gain * (1 / rate - 1) * (old - new))

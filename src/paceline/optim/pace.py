@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
+from torch.optim.optimizer import ParamsT
 
 from paceline.optim import recipe, weights
 from paceline.optim.averaging import Averaging
@@ -61,13 +61,11 @@ class PACE(Averaging):
         betas, eps, weight_decay: AdamW's. With betas[0] = 0 no first moment is kept: with one average, a step
             then takes the memory of AdamW.
         pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it. None: 15 for "scaled",
-            3e-3 for "paper"; the other gains have no usual one. A strength wants its gain beside it.
+            3e-3 for "paper"; "uniform" has no usual one. A strength wants its gain beside it.
         gain: how a coordinate's pull is sized. "scaled", what None stands for: as above; the loss may have
             any scale, and weights are pulled whose gradients are small beside the model's, such as those of
             queries and keys. "paper": without the scale; c has the units of a curvature. "uniform": rate ·
-            strength for all. "relative": rate · strength · clip(rms(√v̂)/(√v̂+eps), ¼, 4), the rms of each
-            tensor, which does not depend on loss scale, learning rate or size. For these two a strength in
-            (−1, 0) pushes away.
+            strength for all. A strength in (−1, 0) then pushes away.
         ema_power: κ in the paper, 0 to 1. 1 averages all iterates alike, 0 makes the average live. None: 0.2
             for "scaled", else 0.5.
         update_every: pull and average at every n-th step only.
@@ -82,7 +80,7 @@ class PACE(Averaging):
             "bfloat16" (2) and "int8" (1.03) as live − average, rounded at random (docs/storage.md). Whoever
             then changes live weights from outside moves their averages along. A loaded state is turned
             into what is asked for here.
-        foreach, maximize, capturable, differentiable: as in torch.optim.AdamW. foreach=True and False are the
+        foreach, maximize, capturable: as in torch.optim.AdamW. foreach=True and False are the
             same to the bit in float32 and float64.
         fused: in one pass over memory. None: on a GPU where it can be, by one launch of a Triton kernel for
             all tensors of a precision. True: refused where that cannot be, on a CPU for one.
@@ -129,7 +127,6 @@ class PACE(Averaging):
         fused: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
-        differentiable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -150,7 +147,6 @@ class PACE(Averaging):
             "fused": fused,
             "maximize": maximize,
             "capturable": capturable,
-            "differentiable": differentiable,
         }
         recipe.check(recipe.completed(recipe.with_gain(defaults)))
         self._tables: dict[int, Table] = {}
@@ -197,7 +193,7 @@ class PACE(Averaging):
 
     # --- The step ---------------------------------------------------------------------------------
 
-    @_use_grad_for_differentiable
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on the live weights and update the averages.
 

@@ -98,21 +98,6 @@ def sums_of(tensors: "list[Tensor]") -> Tensor:
     return sums
 
 
-def means_of(tensors: "list[Tensor]", dtype: torch.dtype) -> "list[Tensor]":
-    """The mean of each, () in that precision, whole on every rank; a NaN or Inf counts as 0.
-
-    All of them are sharded, or none.
-    """
-    if tensors[0].requires_grad or not _is_sharded(tensors[0]):  # a derivative goes through torch's own
-        return [tensor.to(dtype).nan_to_num(nan=0.0, posinf=0.0).mean() for tensor in tensors]
-    over_ranks = OverRanks()
-    asked = []
-    for tensor in tensors:
-        spared = local(tensor).to(dtype).nan_to_num(nan=0.0, posinf=0.0)
-        asked.append(over_ranks.ask(spared.sum() / max(tensor.numel(), 1), tensor))
-    return [mean() for mean in asked]
-
-
 def sharded_like(value: Tensor, tensor: Tensor) -> Tensor:
     """A full tensor, the same on every rank, cut as another one is cut; without communication."""
     if not _is_sharded(tensor) or _is_sharded(value):

@@ -23,7 +23,7 @@ from paceline.optim.storage import SALTS, STORAGES, decode, encode_, scales_of
 
 State = dict[str, Tensor]
 
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def name_of(group: dict[str, Any], number: int, i: int) -> str:
@@ -161,9 +161,11 @@ def seeded(live: Tensor, name: str, storage: AverageDtype = "float32") -> State:
 
 def storage_refusal(live: Tensor, storage: AverageDtype) -> str | None:
     """Why an average cannot be kept so, in words that follow the parameter's name; None if it can."""
+    if live.is_complex():
+        return f"is {live.dtype}; complex parameters are not supported: train torch.view_as_real of it"
     if storage == "float32":
         return None
-    # Who trains in float64 asked for more digits than a residual keeps; complex weights have no one size.
+    # Who trains in float64 asked for more digits than a residual keeps.
     if live.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return (
             f"is {live.dtype}; average_dtype={storage!r} is for float32, bfloat16 and float16 parameters; "
@@ -199,6 +201,8 @@ def allocate_averages(
     The count goes on from the base's, where it keeps one: wrapped late, averages begin with live, and
     move at the rate of a run that is that old.
     """
+    if reason := storage_refusal(live, "float32"):
+        raise ValueError(f"a parameter {reason}")
     taken = base.get("step", 0)
     step = torch.tensor(float(taken), dtype=torch.float64, device=step_device(live, group))
     state = {"step": step, **{key: live.detach().to(average_dtype(live), copy=True) for key in wanted}}
@@ -318,11 +322,6 @@ def _convert(state: State, key: str, device: torch.device, dtype: torch.dtype) -
 def step_device(live: Tensor, group: dict[str, Any]) -> torch.device:
     # A counter on the GPU would cost a launch and a read a step; only graph capture needs it there.
     return live.device if group.get("capturable") else torch.device("cpu")
-
-
-def real(tensor: Tensor) -> Tensor:
-    """A complex parameter is a pair of reals to AdamW, and so to PACE."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def is_expanded(tensor: Tensor) -> bool:

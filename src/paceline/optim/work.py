@@ -15,7 +15,7 @@ from paceline.optim.moments import ask_scale
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import Scalar, Slot, pace_step_
 from paceline.optim.sharded import OverRanks, cut_of, local, mesh_of
-from paceline.optim.state import State, allocate, conform, keeps, name_of, real, residual_key
+from paceline.optim.state import State, allocate, conform, keeps, name_of, residual_key
 
 States = MutableMapping[Tensor, State]
 SlotPath = Callable[[list[Slot], Recipe, Scalar], None]
@@ -66,7 +66,7 @@ def _plan(
     slots = [_slot(states, parameter, group, number, i) for i, parameter in places]
     own = [states[parameter] for parameter in parameters]
     one_pass = not compiling and _takes_one_pass(group, number, places, slots)
-    if one_pass or (not compiling and _goes_by_parts(group, slots)):
+    if one_pass or (not compiling and _goes_by_parts(slots)):
         slots = [_local_slot(slot) for slot in slots]
         own = [{key: local(value) for key, value in state.items()} for state in own]
     if one_pass:
@@ -85,10 +85,10 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
             f"PACE does not support sparse gradients: that of {name_of(group, number, i)} is {grad.layout}; "
             "make it dense (for nn.Embedding: sparse=False)"
         )
-    if grad.is_complex() != parameter.is_complex() or not (grad.is_complex() or grad.is_floating_point()):
+    if not grad.is_floating_point():
         raise RuntimeError(
             f"the gradient of {name_of(group, number, i)} is {grad.dtype}, the parameter {parameter.dtype}; "
-            "PACE needs a gradient of floating numbers, complex if the parameter is"
+            "PACE needs a gradient of real floating numbers"
         )
     state = states.get(parameter)
     if not state:
@@ -97,13 +97,13 @@ def _slot(states: States, parameter: Tensor, group: dict[str, Any], number: int,
 
     def held(name: str) -> Tensor:
         """The average, or the code that stands for it until it is opened."""
-        return real(state[name]) if name in state else state[residual_key(name)]
+        return state[name] if name in state else state[residual_key(name)]
 
     return Slot(
-        live=real(parameter),
-        grad=real(grad),
-        exp_avg=real(state["exp_avg"]) if "exp_avg" in state else None,
-        exp_avg_sq=real(state["exp_avg_sq"]),
+        live=parameter,
+        grad=grad,
+        exp_avg=state.get("exp_avg", None),
+        exp_avg_sq=state["exp_avg_sq"],
         average=held("average"),
         returned=held("returned") if keeps(state, "returned") else None,
         step=state["step"],
@@ -115,13 +115,8 @@ def _local_slot(slot: Slot) -> Slot:
     return Slot(*(None if array is None else local(array) for array in slot))  # type: ignore[arg-type]
 
 
-def _goes_by_parts(group: dict[str, Any], slots: list[Slot]) -> bool:
-    """Whether a rank can update its own parts of parameters as if they were all there is.
-
-    What is done to a weight depends on no other one, but for the mean over a tensor of gain="relative".
-    """
-    if group["gain"] == "relative" or group["differentiable"]:
-        return False
+def _goes_by_parts(slots: list[Slot]) -> bool:
+    """Whether a rank can update its own parts of parameters as if they were all there is."""
     return all(_is_cut_alike(slot) for slot in slots)
 
 
@@ -163,8 +158,6 @@ def _refusal(slot: Slot) -> str | None:
 
 def _may_fuse(group: dict[str, Any]) -> bool:
     """Whether nothing that a group says rules one pass out. Whoever chooses about foreach chooses a path."""
-    if group["differentiable"] or group["gain"] == "relative":
-        return False
     return bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
 
 
@@ -184,7 +177,7 @@ def _takes_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
         raise RuntimeError("lr as a Tensor is not supported for capturable=False and foreach=True")
     if group["foreach"] is not None:
         return bool(group["foreach"])
-    if group["differentiable"] or tensor_lr:
+    if tensor_lr:
         return False
     _, foreach = _default_to_fused_or_foreach(parameters, False, use_fused=False)
     # torch takes it on devices only. On a CPU it is quicker too, and the same to the bit in these precisions.
@@ -242,7 +235,7 @@ def scale_before(states: States, works: list[Work]) -> Scalar:
     over_ranks = OverRanks()
     roots: list[Callable[[], Scalar]] = []
     rest: list[tuple[Tensor, State, dict[str, Any]]] = []
-    elements = max(sum(real(parameter).numel() for work in works for parameter in work.parameters), 1)
+    elements = max(sum(parameter.numel() for work in works for parameter in work.parameters), 1)
     for work in works:
         if work.table is not None and len(set(map(cut_of, work.parameters))) == 1:
             root = work.table.root_of_mean(work.slots, Recipe.of(work.group), elements)

@@ -317,7 +317,7 @@ def _check_base(base: object, name: str) -> None:
             f"got {type(base).__name__}"
         )
     if any(group.get("differentiable") for group in base.param_groups):
-        raise ValueError(f"{name} cannot wrap an optimizer with differentiable=True; PACE offers it")
+        raise ValueError(f"{name} cannot wrap an optimizer with differentiable=True")
 
 
 def _check_unwrapped(base: Optimizer, group: dict[str, Any], format: Format) -> None:

@@ -172,7 +172,7 @@ def _of_pace(settings: Mapping[str, Any]) -> Optimizer:
         usual = (given.get("return_power"), None)
     returned = given.get("return_power", usual[1])
     two = returned is not None and returned != given.get("ema_power", usual[0])
-    one_pass = given.get("foreach") is None and given.get("fused") is not False and gain != "relative"
+    one_pass = given.get("foreach") is None and given.get("fused") is not False
     return Optimizer(
         name="pace",
         moments=1 if given.get("betas", (0.9, 0.999))[0] == 0 else 2,
