@@ -14,7 +14,6 @@ from paceline import (
     PACE,
     Averages,
     Blend,
-    FixedDecay,
     Polynomial,
     PowerLaw,
     Pullback,
@@ -314,27 +313,6 @@ def test_a_frozen_parameter_beside_a_base_with_state_from_the_start():
 
 
 # --- Values ---------------------------------------------------------------------------------------
-
-
-def test_masks_among_the_buffers_are_left_alone():
-    model = nn.Linear(2, 2)
-    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-    model.register_buffer("statistic", torch.ones(2))
-    averages = {
-        "a": Polynomial(2),
-        "b": FixedDecay(0.9, start=1),
-        "c": BEMA(every=1),
-        "d": Blend(PowerLaw(0.5), 0.5),
-    }
-    optimizer = Averages(optim.SGD(model.parameters(), lr=0.1), averages, buffers=model)
-    for _ in range(3):
-        model(torch.ones(1, 2)).sum().backward()
-        model.statistic += 1
-        optimizer.step()
-    for name in optimizer:
-        with averaged_weights(optimizer[name]):
-            assert torch.equal(model.mask, torch.tensor([0.0, -torch.inf]))
-            assert model.statistic.isfinite().all() and not (model.statistic == 4).all()
 
 
 def test_an_infinite_weight_is_averaged_as_what_it_is():

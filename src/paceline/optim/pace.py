@@ -180,7 +180,7 @@ class PACE(Averaging):
                 self.state[parameter] = allocate(parameter, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_loaded_live", "_loaded_name", "_buffer_memory")
+        names = ("_loaded_live", "_loaded_name")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

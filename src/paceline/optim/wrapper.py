@@ -121,7 +121,7 @@ class Wrapper(Averaging):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("defaults", "base", "_inner", "_own", "_settings", "_needs_closure")
-        shared = ("_loaded_live", "_loaded_name", "_buffer_memory")
+        shared = ("_loaded_live", "_loaded_name")
         return {name: getattr(self, name) for name in (*own, *shared)}
 
     # --- The step ---------------------------------------------------------------------------------
@@ -207,9 +207,6 @@ class Wrapper(Averaging):
 
     def _take_groups(self, saved: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
         """Hand the base its part, by its own way of loading."""
-        buffers = self.format.prefix + "buffers"
-        if buffers in saved and self._buffered is None:
-            raise ValueError("this state has averages of buffers; give their module as buffers=, as then")
         number = {parameter: i for i, parameter in enumerate(self._members())}
         packed = [{**group, "params": [number[p] for p in group["params"]]} for group in groups]
         state: dict[Any, Any] = {}
@@ -218,18 +215,9 @@ class Wrapper(Averaging):
                 if entries.base:
                     # Copied: torch's loading keeps the very tensors it is given.
                     state[number[key]] = {k: _copy(v) for k, v in entries.base.items()}
-            elif key != buffers:
+            else:
                 state[key] = entries
         self.base.load_state_dict({"state": state, "param_groups": packed})
-        self._take_buffers(saved.pop(buffers, {}))
-
-    def _take_buffers(self, saved: dict[str, State]) -> None:
-        self._buffer_memory.clear()
-        for name, buffer in self._buffers():
-            if saved.get(name):
-                self._buffer_memory[name] = take_in(buffer, saved[name], {}, self.format)
-                if "live" in saved[name]:
-                    buffer.copy_(saved[name]["live"])
 
     def _take_in(self, parameter: Tensor, saved: Saved | None, group: dict[str, Any]) -> State | None:
         if saved is None or not saved.own:
@@ -248,8 +236,6 @@ class Joined(Mapping[Any, dict[str, Any]]):
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         wrapper, prefix = self._wrapper, self._wrapper.format.prefix
-        if isinstance(key, str) and key == prefix + "buffers":
-            return {name: dict(entry) for name, entry in wrapper._buffer_memory.items()}
         own = wrapper._memory.get(key, {})
         return {**wrapper.base.state.get(key, {}), **{prefix + name: value for name, value in own.items()}}
 
@@ -260,8 +246,6 @@ class Joined(Mapping[Any, dict[str, Any]]):
         # An empty entry is none: some optimizers touch the state of parameters that have none yet.
         base = (key for key, entries in wrapper.base.state.items() if entries)
         yield from dict.fromkeys((*base, *own))
-        if wrapper._buffer_memory:
-            yield wrapper.format.prefix + "buffers"
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
