@@ -52,7 +52,6 @@ figures: $(READY)
 
 bench: $(READY)
 	$(BIN)/paceline bench --out demo-output/bench
-	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/training.py overhead
 
 test-all: test

@@ -126,15 +126,7 @@ def around_page():
         return 100 * max(abs(one / other - 1) for one, other in pairs)
 
     state = by_optimizer(cpu)["gpt-18m", "torchao"]["state"]
-    probes = {row["contender"]: row for row in read(RECORDS, "2026-11-17-probe-h200")["rows"]}
-    probed, plain = probes["probe, every=1"]["probed ms"], probes["no probe"]["ms"]
     return [
-        f"a probed step takes {probed:.1f} ms where others take {plain:.1f}",
-        f"from the other rows it would be {0.99 + 0.01 * probed / plain:.2f})",
-        "300 rounds on the GPU;",
-        f"one byte for {round(1 / (4 * probes['probe, every=1']['temporary'])):d} weights".replace(
-            "3", "three"
-        ),
         f"the two moments in {state:.2f} bytes a weight",
         f"{min(off):.1f} to {max(off):.1f} % of the way that they went",
         f"Losses differ by at most {apart('loss'):.2f} %, those of the averages by at most "

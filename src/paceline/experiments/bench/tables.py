@@ -179,16 +179,6 @@ def low_bit_table(folder: Path) -> str:
     return markdown([*head, "GPT-2 on an H200, ms", "wall, ms"], body)
 
 
-def probe_table(folder: Path) -> str:
-    """What a probe adds to a step."""
-    gpu, cpu = (read(folder, name)["rows"] for name in ("2026-11-17-probe-h200", "2026-11-15-probe-cpu"))
-    body = [
-        [one["contender"], f"{one['ratio']:.2f}", f"{other['ratio']:.2f}"]
-        for one, other in zip(gpu, cpu, strict=True)
-    ]
-    return markdown(["", "GPT-2's 124M, one H200", "12M parameters, 16 CPU cores"], body)
-
-
 # --- Training ---------------------------------------------------------------------------------------------
 
 TRAINING = "2026-11-15-training-h200"
@@ -216,7 +206,7 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
         "whole-runs": whole_runs,
         "steps": step_table,
     },
-    "around.md": {"low-bit": low_bit_table, "probe": probe_table},
+    "around.md": {"low-bit": low_bit_table},
     "training.md": {"throughput": throughput_table},
 }
 """Pages, and their tables by name: each of the folder of records."""
