@@ -528,7 +528,7 @@ def test_a_resumed_run_ends_in_the_same_bits(kind, path, shown):
 
     def fresh(seed):
         parameters = make_parameters(seed=seed, dtype=torch.float32, shapes=shapes)
-        if "foreach" in path:  # gradients are contiguous, and in C must lie as their weights do
+        if "foreach" in path:  # gradients are contiguous
             parameters[2] = parameters[2].detach().to(memory_format=torch.channels_last).requires_grad_()
         return parameters, PACE(parameters, lr=1e-2, average_dtype=kind, **path)
 

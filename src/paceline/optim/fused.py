@@ -95,7 +95,7 @@ class Table:
     def __init__(self) -> None:
         self._rows: list[tuple[object, ...]] = []
         self._launches: list[_Launch] = []
-        # What a graph was captured with: it goes on to read that, and nobody tells us of its end.
+        # A captured graph goes on to read what it was captured with, and nobody tells us of its end.
         self._captured: list[object] = []
 
     def update(self, slots: list[Slot], states: list[State], on_device: bool) -> None:
@@ -105,9 +105,13 @@ class Table:
             (*_row(slot, state), *_kind(slot, state), slot.step.data_ptr(), age - ages[0])
             for slot, state, age in zip(slots, states, ages, strict=True)
         ]
+        # No stream captures before CUDA is initialized, and asking would initialize it.
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
         if rows == self._rows:
+            if capturing:
+                self._captured.append((self._launches, slots, [list(state.values()) for state in states]))
             return
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        if capturing:
             raise RuntimeError(
                 "take one step before you capture: with fused=True the first step, and the first after a "
                 "change of parameters or state, tells the device where they are"
@@ -124,8 +128,7 @@ class Table:
         """Take one step, in place, whose counts are advanced already; `scale` as in `pace_step_`."""
         for launch in self._launches:
             own = [slots[i] for i in launch.places]
-            if launch.set_gradients(array("q", [slot.grad.data_ptr() for slot in own])):
-                self._captured.append((launch, own))
+            launch.set_gradients(array("q", [slot.grad.data_ptr() for slot in own]))
             launch.step_(_count(own, recipe), recipe, scale)
             # As before the step: whoever changes a moment in between only has them added up anew.
             if not launch.leaves_sums(recipe):
@@ -225,19 +228,18 @@ class _Launch:
             self._seen, self.added_up = list(map(weakref.ref, moments)), None
         return None if any(map(Tensor.is_inference, moments)) else sum(v._version for v in moments)
 
-    def set_gradients(self, addresses: "array[int]") -> bool:
-        """Tell the device where they are at this step, and return whether that was captured."""
+    def set_gradients(self, addresses: "array[int]") -> None:
+        """Tell the device where they are at this step."""
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # They often come back to where they were, with nothing to send; but a replay sends those of its own.
         if addresses == self._sent and not capturing and not self._captured:
-            return False
+            return
         if capturing:  # what is replayed is the copy, so that what is copied has to stay
             self._grads.copy_(self._pinned(addresses), non_blocking=True)
         else:
             self._grads.copy_(torch.frombuffer(addresses, dtype=torch.int64), non_blocking=True)
         self._sent = addresses
         self._grads_aligned = _are_aligned(addresses)
-        return capturing
 
     def _pinned(self, addresses: "array[int]") -> Tensor:
         """Addresses in memory that stays as it is."""
