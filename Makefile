@@ -8,7 +8,7 @@
 #   make figures   figures and tables of the documentation, from records/
 #   make bench     time and memory of a step, side by side
 #   make test-all  make test, and what is too slow for every day (under 80 minutes on two cores); results go
-#                  to records/: the longest tests, 2,000 random sequences of operations, mutants,
+#                  to records/: the longest tests, 2,000 random sequences of operations,
 #                  1,000 kills of trainers, 20 of comparisons, a soak
 
 PYTHON ?= python3
@@ -52,12 +52,10 @@ figures: $(READY)
 
 bench: $(READY)
 	$(BIN)/paceline bench --out demo-output/bench
-	$(BIN)/python benchmarks/probe.py
 	$(BIN)/python benchmarks/training.py overhead
 
 test-all: test
 	PACELINE_SEQUENCES=2000 $(PYTEST) tests/optim/test_state_machine.py
-	$(BIN)/python tests/mutation.py --record records/$(TODAY)-mutants.json
 	$(BIN)/python tests/lm/kills.py --kills 1000 --jobs 2 --record records/$(TODAY)-kills.json
 	PACELINE_KILLS=20 $(PYTEST) -m long
 	$(BIN)/python tests/lm/soak.py --record records/$(TODAY)-soak.json

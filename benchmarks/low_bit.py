@@ -57,8 +57,8 @@ def contenders() -> dict[str, Contender]:
     """All of them that can be had here."""
     found = {
         BASE: Contender(lambda p, **s: AdamW(p, fused=True, **s)),
-        "PACE, fused": Contender(lambda p, **s: PACE(p, fused=True, **s)),
-        "PACE, fused, paper": Contender(lambda p, **s: PACE(p, fused=True, gain="paper", **s)),
+        "PACE, fused": Contender(lambda p, **s: PACE(p, **s)),
+        "PACE, fused, paper": Contender(lambda p, **s: PACE(p, gain="paper", **s)),
     }
     for package, make in low_bit().items():
         found[package] = Contender(make, twin=BASE)

@@ -273,14 +273,18 @@ USUAL = (
     "PACE, fused, paper",
     "PACE, fused",
 )
+ON_A_CPU = ("PACE, foreach, paper", "PACE, foreach")
+"""In place of those that need a GPU."""
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def contenders(words: list[str] | None) -> list[str]:
+def contenders(words: list[str] | None, device: str) -> list[str]:
     """The usual ones, or all of `paceline bench` with one of these words in their names."""
-    names = list(USUAL)
+    names = [name for name in USUAL if device in RIVALS[name].devices]
+    names += ON_A_CPU if device == "cpu" else ()
     if words is not None:
-        asked = [name for name in RIVALS if any(word.lower() in name.lower() for word in words)]
+        there = [name for name, rival in RIVALS.items() if device in rival.devices]
+        asked = [name for name in there if any(word.lower() in name.lower() for word in words)]
         if not asked:
             raise ValueError(f"no optimizer is called {' or '.join(words)}; there are {'; '.join(RIVALS)}")
         names = list(dict.fromkeys((BASE, *asked)))
@@ -484,7 +488,7 @@ def main() -> None:
         if options.rounds < 2 or options.settle < 1:
             whole.error("--rounds is at least 2, --settle at least 1: the first steps compile and allocate")
         try:
-            names, (model, batch) = contenders(options.only), built(options, device)
+            names, (model, batch) = contenders(options.only, device), built(options, device)
         except ValueError as wrong:  # a model, size or optimizer that there is not
             whole.error(str(wrong))
         result |= share(model, batch, names, options)

@@ -60,7 +60,7 @@ WRAPPER_REFUSED = [
     (lambda p: Pullback(p), TypeError, "wraps a torch.optim.Optimizer"),
     (lambda p: Pullback(optim.SGD(p), pullback_strength=-0.1), ValueError, "pullback_strength value: -0.1"),
     (lambda p: Pullback(optim.SGD(p), update_every=0), ValueError, "an integer >= 1"),
-    (lambda p: Pullback(optim.SGD(p), gain="v"), ValueError, "'uniform', 'relative', 'scaled', None"),
+    (lambda p: Pullback(optim.SGD(p), gain="v"), ValueError, "'uniform', 'scaled', None"),
     (lambda p: Pullback(PACE(p)), ValueError, "by an average of its own already"),
     (lambda p: Pullback(schedulefree.SGDScheduleFree(p)), ValueError, "between its own average and"),
     (lambda p: Pullback(optim.Adam(p, differentiable=True)), ValueError, "differentiable=True"),
@@ -77,12 +77,9 @@ ROWS = {
         lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, foreach=False), refused=PACE_REFUSED
     ),
     "PACE foreach": Row(lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, foreach=True)),
-    "PACE fused": Row(
-        lambda p, lr: PACE(p, lr=lr, gain="paper", pullback_strength=0.3, fused=True), dtypes=(torch.float32,)
-    ),
     "PACE": Row(lambda p, lr: PACE(p, lr=lr), is_apart=False),
     "PACE returned": Row(
-        lambda p, lr: PACE(p, lr=lr, gain="relative", pullback_strength=0.5, return_power=0.8, update_every=2)
+        lambda p, lr: PACE(p, lr=lr, gain="uniform", pullback_strength=0.5, return_power=0.8, update_every=2)
     ),
     "PACE lookahead": Row(lambda p, lr: PACE(p, lr=lr, gap="lookahead", gain="paper", pullback_strength=3.0)),
     "PACE bfloat16": Row(
@@ -90,7 +87,6 @@ ROWS = {
         dtypes=(torch.float32, torch.bfloat16),
         refused=[
             (lambda p: PACE(p, average_dtype="int4"), ValueError, "'float32', 'bfloat16', 'int8'"),
-            (lambda p: PACE(p, average_dtype="int8", differentiable=True), ValueError, "use one of the two"),
         ],
     ),
     "PACE int8": Row(
@@ -98,7 +94,7 @@ ROWS = {
             p,
             lr=lr,
             average_dtype="int8",
-            gain="relative",
+            gain="uniform",
             pullback_strength=0.5,
             return_power=0.8,
             update_every=2,
@@ -116,7 +112,7 @@ ROWS = {
         lambda p, lr: Pullback(optim.AdamW(p, lr=lr), pullback_strength=0.3, update_every=2)
     ),
     "Pullback AdamW fused": Row(
-        lambda p, lr: Pullback(optim.AdamW(p, lr=lr, fused=True), gain="relative", pullback_strength=0.3)
+        lambda p, lr: Pullback(optim.AdamW(p, lr=lr, fused=True), gain="uniform", pullback_strength=0.3)
     ),
     "Pullback AMSGrad": Row(
         lambda p, lr: Pullback(optim.AdamW(p, lr=lr, amsgrad=True), gap="lookahead", pullback_strength=0.3)

@@ -74,10 +74,7 @@ def wheel(tmp_path_factory):
 def test_wheel_without_the_packages_that_are_optional(wheel, tmp_path):
     """Unpacked, and used where no package that is optional can be imported."""
     listing = run(sys.executable, "-m", "zipfile", "--list", wheel)
-    assert all(
-        name in listing
-        for name in ("paceline/py.typed", "paceline/optim/native.c", "paceline/optim/look.cpp", "LICENSE")
-    )
+    assert all(name in listing for name in ("paceline/py.typed", "LICENSE"))
     assert "tests/" not in listing
     run(sys.executable, "-m", "zipfile", "--extract", wheel, tmp_path / "site")
     hide = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))"

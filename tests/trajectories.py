@@ -8,7 +8,7 @@ import numpy as np
 DATA = np.load(Path(__file__).parent / "golden" / "golden_pace.npz", allow_pickle=False)
 META = json.loads(str(DATA["meta"]))
 
-# Readings of the paper that algorithm decisions 1, 3, 4, 5 and 6 rule out.
+# Readings of the paper that algorithm decisions 1, 3, 4, 5 and 6 rule out, and a gain that is no more.
 NOT_OFFERED = {
     "post": "pull of raw toward the old average",
     "saturated_post_frozen": "the same, and frozen for ever where the gain is 1",
@@ -17,6 +17,8 @@ NOT_OFFERED = {
     "raw_v": "second moment without bias correction",
     "warmup_base": "the pull at the base learning rate instead of the one in force",
     "uf5_update_clock": "t counting updates of the average instead of steps",
+    "relative_gain": "a gain that was removed: sized within each tensor",
+    "relative_push": "the same, with a negative strength",
 }
 OFFERED = [case for case in META if case not in NOT_OFFERED]
 

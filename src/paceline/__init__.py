@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         averaged_state_dict,
         averaged_weights,
         parameter_groups,
-        probe,
+        pull_statistics,
         reset_average,
         save_averaged,
     )
@@ -41,7 +41,7 @@ __all__ = [
     "averaged_state_dict",
     "averaged_weights",
     "parameter_groups",
-    "probe",
+    "pull_statistics",
     "reset_average",
     "save_averaged",
 ]

@@ -1,4 +1,4 @@
-"""Where things are kept that can be made again: prepared data, what was built."""
+"""Where things are kept that can be made again: prepared data."""
 
 import os
 from pathlib import Path

@@ -36,10 +36,9 @@ def test_every_optimizer_is_measured(tiny, tmp_path, capsys):
         ("AdamW, fused, and an EMA", 1),
     ):
         assert kept[name] == 8 + 4 * averages
-    for name in ("AdamW, fused, and torch's AveragedModel", "PACE, fused, paper", "PACE, foreach, paper"):
+    for name in ("AdamW, fused, and torch's AveragedModel", "PACE, foreach, paper"):
         assert kept[name] == 12
-    assert kept["PACE, fused"] == kept["PACE, foreach"] == kept["PACE, fused, paper, two averages"] == 16
-    assert rows["PACE, fused"]["temporary"] < 0.01 and rows["PACE, foreach"]["temporary"] > 3
+    assert kept["PACE, foreach"] == 16 and rows["PACE, foreach"]["temporary"] > 3
     assert all(row["low"] <= row["ms"] <= row["high"] for row in rows.values())
     assert all(name in said for name in rows)
     assert (tmp_path / "bench.png").stat().st_size > 10_000

@@ -32,7 +32,7 @@ def test_every_step_is_split_into_the_optimizer_and_the_rest(share, tmp_path, ca
     share("--record", str(tmp_path / "share.json"))
     said, written = capsys.readouterr().out, json.loads((tmp_path / "share.json").read_text())
     rows = {row["what"]: row for row in written["rows"]}
-    assert len(rows) == 8 and all(name in said for name in rows)
+    assert len(rows) == 7 and all(name in said for name in rows)
     alone, base = rows["forward and backward alone"], rows["AdamW, fused"]
     assert "optimizer_ms" not in alone and base["ratio"] == 1
     for row in rows.values():
@@ -45,9 +45,9 @@ def test_every_step_is_split_into_the_optimizer_and_the_rest(share, tmp_path, ca
 
 
 def test_some_of_them_and_mistakes(share, capsys):
-    share("--only", "relative")
+    share("--only", "per tensor")
     said = capsys.readouterr().out
-    assert "AdamW, fused" in said and "PACE, foreach, relative" in said and "paper" not in said
+    assert "AdamW, fused" in said and "PACE, per tensor, paper" in said and "PACE, foreach" not in said
     for flags, words in (
         (("--only", "muon"), "no optimizer is called muon; there are AdamW, fused"),
         (("--model", "gpt:2m"), "unknown model 'gpt:2m'"),

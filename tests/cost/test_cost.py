@@ -54,7 +54,7 @@ TINY = GPTShape(vocabulary=101, length=16, width=24, layers=2, heads=3)
 
 
 def training(shape=None, optimizer="pace", **settings):
-    of_optimizer = ("average_dtype", "update_every", "offload", "rounding", "moments")
+    of_optimizer = ("average_dtype", "update_every", "moments")
     own = {name: settings.pop(name) for name in of_optimizer if name in settings}
     made = preset(optimizer).with_settings(**own)
     return Training(**{"shape": shape or named("gpt2"), "hardware": H200, "optimizer": made, **settings})
@@ -170,9 +170,6 @@ def test_shapes_that_there_are_not(name, said):
 # --- Bytes, exactly -----------------------------------------------------------------------------------
 
 
-MASTER_INT8 = {"rounding": "master", "average_dtype": "int8"}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "settings", "about"),
@@ -183,8 +180,6 @@ MASTER_INT8 = {"rounding": "master", "average_dtype": "int8"}
         ("pace_paper", {"gain": "paper"}, {}),
         ("pace_paper", {"gain": "paper", "average_dtype": "int8"}, {"average_dtype": "int8"}),
         ("pace_paper", {"gain": "paper", "betas": (0.0, 0.99)}, {"moments": 1}),
-        ("pace", {"rounding": "master"}, {"rounding": "master"}),
-        ("pace", MASTER_INT8, MASTER_INT8),
     ],
 )
 def test_state_of_pace_to_the_byte(dtype, name, settings, about):
@@ -255,12 +250,6 @@ def test_storages_are_those_of_the_library():
             about.average_bytes(BLOCK + 1) - about.average_bytes(BLOCK)
             == kind.dtype.itemsize + (name == "int8") * 4
         )
-
-
-def test_offload_moves_averages_to_the_host():
-    there, here = (kept(training(optimizer="pace", offload=offload)) for offload in (True, False))
-    assert there.averages == 0 and there.host == here.host + here.averages
-    assert checkpoint(training(offload=True)) == checkpoint(training())
 
 
 def test_shards_are_whole_rows():
@@ -398,10 +387,9 @@ def test_attention_with_a_mask_is_as_slow_as_the_record_says():
 def test_seconds_of_a_step_of_the_optimizer_are_those_of_the_record(model, name):
     assert abs(checks.of_optimizers(records())[model, name]) < 0.09
     optimizer = checks.OPTIMIZERS[name]
-    if not optimizer.offload:
-        moved = optimizer.traffic("float32") + optimizer.beside("float32")
-        extra = 4 if name == "AdamW, fused, and an EMA" else 0  # the weights are read once more
-        assert moved == pytest.approx(RIVALS[name].traffic + extra, abs=1e-4)
+    moved = optimizer.traffic("float32") + optimizer.beside("float32")
+    extra = 4 if name == "AdamW, fused, and an EMA" else 0  # the weights are read once more
+    assert moved == pytest.approx(RIVALS[name].traffic + extra, abs=1e-4)
 
 
 def test_clipping_costs_what_the_record_says():
@@ -485,7 +473,7 @@ def test_more_of_anything_costs_more():
         [seventy(moments=1), seventy()],
         [seventy(optimizer="pace_paper"), seventy()],
         [seventy(average_dtype=dtype) for dtype in STORAGES],
-        [seventy(), seventy(optimizer="ema", clip=True), seventy(offload=True)][1:],
+        [seventy(), seventy(optimizer="ema", clip=True)],
         [seventy(clip=False), seventy()],
     ):
         times = [optimizer_seconds(each) for each in grow]
@@ -555,7 +543,6 @@ def test_communication_hides_behind_computing_as_far_as_it_is_said():
         ({"mfu": 1.5}, "above 0 and at most 1"),
         ({"overlap": 2.0}, "0 to 1"),
         ({"weights": "bfloat16", "precision": "float32"}, "allowed: bfloat16"),
-        ({"offload": True, "average_dtype": "int8"}, "offload is for averages in float32"),
         ({"update_every": 0}, "at least 1"),
         ({"optimizer": "adamw", "update_every": 2}, "settings of pace"),
         ({"optimizer": "adam"}, "did you mean adamw"),

@@ -63,15 +63,11 @@ def pace(**settings):
 
 KINDS = {
     "PACE": (pace(), torch.float32),
-    "fused": (pace(fused=True), torch.float32),
     "float64": (pace(), torch.float64),
     "bfloat16": (pace(), torch.bfloat16),
     "bfloat16, residual in bfloat16": (pace(average_dtype="bfloat16"), torch.bfloat16),
     "bfloat16, residual in int8": (pace(average_dtype="int8"), torch.bfloat16),
     "residual in int8": (pace(average_dtype="int8"), torch.float32),
-    "master": (pace(rounding="master"), torch.bfloat16),
-    "master, residual in int8": (pace(rounding="master", average_dtype="int8"), torch.bfloat16),
-    "stochastic": (pace(rounding="stochastic"), torch.bfloat16),
     "Pullback": (lambda model: wrapped(model, "Pullback"), torch.bfloat16),
     "Averages": (lambda model: wrapped(model, "Averages"), torch.bfloat16),
 }
@@ -81,7 +77,6 @@ DTYPES = {
     "bfloat16, residual in bfloat16": {"average_residual": torch.bfloat16},
     "bfloat16, residual in int8": {"average_residual": torch.int8, "average_scale": torch.float32},
     "residual in int8": {"returned_residual": torch.int8, "returned_scale": torch.float32},
-    "master": {"live_rest": torch.int16, "exp_avg": torch.float32, "average": torch.float32},
 }
 
 
@@ -260,7 +255,7 @@ def test_average_moves_once_for_all_batches_of_a_step(kind):
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["PACE", "fused", "Pullback"])
+@pytest.mark.parametrize("kind", ["PACE", "Pullback"])
 def test_clipped_gradients_are_those_of_torch(kind):
     make, _ = KINDS[kind]
     accelerator = Accelerator(cpu=True)

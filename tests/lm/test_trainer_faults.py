@@ -472,7 +472,7 @@ def test_steps_left_out_change_nothing_and_are_counted(attempt, runs):
 
 
 def test_readings_of_the_pull_are_the_same_after_a_step_left_out(attempt, runs, tmp_path):
-    """The probe counts updates, not steps: it is then out of step with the loop, interrupted or not."""
+    """They are taken by updates, not steps, which are then out of step with the loop, interrupted or not."""
     run = dataclasses.replace(runs["pretrain"], skip_nonfinite=1, steps=9, optimizer="pace")
     spoiled = partial(after, STEP, (2,), trials.spoil)
     assert attempt(spoiled, run=run, folder=tmp_path / "whole").code == 0

@@ -19,7 +19,6 @@ from paceline.experiments.bench.tables import (
     read,
     runs_of,
     size,
-    spread,
 )
 from paceline.experiments.cost import checks, communication, estimate, optimizer, speed
 from paceline.experiments.cost.estimate import cost
@@ -36,7 +35,6 @@ from paceline.experiments.report import verdict
 from paceline.experiments.report.results import read_outcomes
 from paceline.experiments.theory import controllers, quadratics
 from paceline.optim import fused
-from paceline.optim.host import BLOCK
 
 H200 = HARDWARE["h200"]
 
@@ -85,14 +83,6 @@ def storage_page():
             assert abs(fmean(of[storage]) - fmean(of["float32"])) < near
     no_momentum = {lr: fmean(x["average"] for x in lean["PACE:paper,no_momentum", lr]) for lr in (5e-4, 2e-3)}
     with_momentum = fmean(x["average"] for x in stored["PACE:paper,float32,kappa:0.5", 0.002])
-    every_tenth = {
-        where: spread(x["average"] for x in lean[f"PACE:paper,every:10{where}", 0.002])
-        for where in ("", ",host")
-    }
-    host, others = (
-        [steps()[model, f"PACE, fused, {name}"]["ms"] for model in ("gpt2", "llama-1.7b")]
-        for name in ("paper, average on the host", "no average")
-    )
     in_one_pass = [
         row["bandwidth"]
         for (model, name), row in steps().items()
@@ -105,33 +95,20 @@ def storage_page():
     kept, *_, smallest = read(RECORDS, "2026-11-18-kept-h200")["rows"]
     assert smallest["both, kept, more by"][0] > 2 * smallest["both, kept, more by"][1] > 0  # "lose more"
     small = {row["optimizer"]: row["wall"] for row in read(RECORDS, STEPS["small"])["rows"]}
-    of_small = by_optimizer(read(RECORDS, STEPS["small"]))
-    default, paper = (of_small["small", name] for name in ("PACE, fused", "PACE, fused, paper"))
     recorded = [small[f"PACE, fused{gain}, in a CUDA graph"] for gain in ("", ", paper")]
     recorded.append(small["AdamW, fused, in a CUDA graph"])
-    arm = by_optimizer(read(RECORDS, "2026-11-17-step-cpu"))
-    of_arm = [arm["gpt-18m", f"PACE, fused{gain}"]["ratio"] for gain in ("", ", paper")]
     return [
         f"It takes {max(recorded):.2f} ms at most, as AdamW's does, where an eager step of "
         f"AdamW takes {small['AdamW, fused']:.1f}.",
-        f"By default a step takes {default['wall_ratio']:.2f} and {default['again_ratio']:.2f} of AdamW's "
-        "time, with",
-        f"{paper['wall_ratio']:.2f} and {paper['again_ratio']:.2f}. A recorded step",
-        f"it takes {of_arm[0]:.2f} times AdamW's time with the default and {of_arm[1]:.2f} with",
-        f"with one at every step it is {with_momentum:.2f}.",
         f"storing itself loses {most:.4f} at most",
         f"on a GPU {ratio('PACE, fused, paper, no momentum'):.2f} of the time of its fused step",
         f"the loss is {no_momentum[5e-4]:.2f} at a quarter of the best rate",
         f"and {no_momentum[2e-3]:.2f} at all of it, where it is {with_momentum:.2f} with momentum",
-        f"{host[0]:.0f} ms at 124M weights and {host[1]:.0f} ms at 1.7B on an H200",
-        f"others {others[0]:.2f} and {others[1]:.1f} ms: with",
-        f"that is {(host[0] + 9 * others[0]) / 10:.1f} ms a step at 124M on the mean",
-        f"{every_tenth[',host']} beside {every_tenth['']} with",
+        f"over the bus takes {ratio('PACE, fused, paper, average on the host'):.1f} times AdamW's time",
         f"our kernel {100 * (1 - min(in_one_pass)):.0f} % at most (but for the default in a CUDA graph), "
         "without",
         f"With {fused.LARGE / 1e6:.0f}M weights or more",
         f"That takes {-100 * kept['step, kept, more by'][0] / kept['step']:.0f} % off a step",
-        f"two buffers of {4 * BLOCK / 2**20:.0f} MiB",
         f"the optimizer is {share['AdamW, fused']:.1f} % with torch's fused AdamW, "
         f"{share['PACE, fused, paper']:.1f} % with",
         f"and {share['PACE, fused']:.1f} % with the default",
@@ -149,15 +126,7 @@ def around_page():
         return 100 * max(abs(one / other - 1) for one, other in pairs)
 
     state = by_optimizer(cpu)["gpt-18m", "torchao"]["state"]
-    probes = {row["contender"]: row for row in read(RECORDS, "2026-11-17-probe-h200")["rows"]}
-    probed, plain = probes["probe, every=1"]["probed ms"], probes["no probe"]["ms"]
     return [
-        f"a probed step takes {probed:.1f} ms where others take {plain:.1f}",
-        f"from the other rows it would be {0.99 + 0.01 * probed / plain:.2f})",
-        "300 rounds on the GPU;",
-        f"one byte for {round(1 / (4 * probes['probe, every=1']['temporary'])):d} weights".replace(
-            "3", "three"
-        ),
         f"the two moments in {state:.2f} bytes a weight",
         f"{min(off):.1f} to {max(off):.1f} % of the way that they went",
         f"Losses differ by at most {apart('loss'):.2f} %, those of the averages by at most "
@@ -373,10 +342,6 @@ SPEED = Numbers(
     },
     fixed={
         "docs/storage.md": [
-            "at β₂ = .999",
-            # 1 − 3 · .0007; test_rounding.py holds the mean to 3e-5 of it
-            "moved by −.0007 three times",
-            ".9979",
             "κ = 0.5",
         ],
         "docs/around.md": ["(15, with 0.2 and 0.7 where nothing is said)", "a plain ratio, 0.3 say"],
@@ -394,7 +359,6 @@ SPEED = Numbers(
         ],
         "docs/theory.md": ["R = 3 and R = −0.5"],
         "docs/cost.md": [
-            "PCIe 4.0",
             # Bounds of test_a_layer_keeps_the_bytes_that_are_predicted and test_the_benchmark_on_a_cpu
             "keeps for backward is right to 1 %",
             "with checkpointing is right to 5 %",

@@ -145,69 +145,10 @@ def fsdp2_foreach(folder):
     fsdp2(folder, foreach=True)
 
 
-def fsdp2_relative(folder):
-    """rms over the whole tensor, not over a rank's part of it."""
-    fsdp2(folder, gain="relative", foreach=True)
-
-
 def fsdp2_scaled(folder):
     """rms over the whole model."""
     for foreach in (True, False):
         fsdp2(folder, gain="scaled", pullback_strength=60.0, foreach=foreach)
-
-
-def fsdp2_fused(folder):
-    """One pass over each rank's own part: as one process that goes over all of it, in float32."""
-    for settings in ({}, {"gain": "scaled", "pullback_strength": 60.0}):
-        model, single = shard(make_model().float()), make_model().float()
-        optimizer = make_optimizer(model, fused=True, **settings)
-        expected = make_optimizer(single, fused=True, **settings)
-        for step in range(STEPS):
-            x, y = (part.float() for part in batch(step))
-            for net, own in ((model, optimizer), (single, expected)):
-                own.zero_grad()
-                (net(x) - y).square().mean().backward()  # the whole batch on each rank: the same mean
-                own.step()
-        for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
-            assert torch.allclose(full(p.detach()), q, rtol=1e-5, atol=1e-6), name
-            for key in ("exp_avg", "exp_avg_sq", "average", "returned"):
-                ours = full(optimizer.state[p][key])
-                assert torch.allclose(ours, expected.state[q][key], rtol=1e-5, atol=1e-6), (name, key)
-
-
-def fsdp2_clipped(folder):
-    """The norm is over all ranks, on every path, and the same number as one process finds."""
-    for path in ({"foreach": False}, {"foreach": True}):
-        fsdp2(folder, max_grad_norm=0.3, **path)
-    model, single = shard(make_model()), make_model()
-    optimizer, expected = (make_optimizer(net, max_grad_norm=0.3) for net in (model, single))
-    train(model, optimizer, range(1), my_share())
-    train(single, expected, range(1))
-    assert torch.allclose(optimizer.grad_norm, expected.grad_norm, rtol=1e-12)
-    model, single = shard(make_model().float()), make_model().float()
-    optimizer, expected = (make_optimizer(net, max_grad_norm=0.3, fused=True) for net in (model, single))
-    x, y = (part.float() for part in batch(0))
-    for net, own in ((model, optimizer), (single, expected)):
-        (net(x) - y).square().mean().backward()
-        own.step()
-    assert torch.allclose(optimizer.grad_norm, expected.grad_norm, rtol=1e-6)
-
-
-def fsdp2_skip(folder):
-    """A NaN in one rank's part makes every rank skip."""
-    for dtype, path in ((torch.float64, {}), (torch.float32, {"fused": True})):
-        model = shard(make_model().to(dtype))
-        optimizer = make_optimizer(model, skip_nonfinite=True, **path)
-        for step in range(3):
-            x, y = (part.to(dtype) for part in batch(step))
-            optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
-            if step == 2 and dist.get_rank() == 1:
-                model[0].weight.grad.to_local()[0, 0] = torch.nan
-            before = snapshot(optimizer)
-            optimizer.step()
-        assert_same(before, snapshot(optimizer))
-        assert optimizer.state[model[0].weight]["step"].item() == 2
 
 
 def fsdp2_made_before(folder):

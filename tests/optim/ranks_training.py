@@ -41,10 +41,6 @@ def scaled(model, **settings):
     return PACE(model.parameters(), lr=1e-2, **settings)
 
 
-def relative(model, **settings):
-    return PACE(model.parameters(), lr=1e-2, gain="relative", pullback_strength=0.3, **settings)
-
-
 def pullback(model):
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return Pullback(base, gain="scaled", return_power=0.8)
@@ -60,7 +56,7 @@ def averages(model):
     return Averages(base, {"power": PowerLaw(0.7), "bema": BEMA()})
 
 
-OPTIMIZERS = (pace, scaled, relative, pullback, pullback_around_sgd, averages)
+OPTIMIZERS = (pace, scaled, pullback, pullback_around_sgd, averages)
 
 
 def step(model, optimizer, number, dtype, share=slice(None), forward=None):
@@ -198,7 +194,7 @@ def fsdp2_training(folder):
         _assert_like_alone(make, make_tied, torch.float64, {})
     for mesh, reshard in itertools.product(meshes(), (True, False)):
         how = {"reshard_after_forward": reshard} | ({} if mesh is None else {"mesh": mesh})
-        make = scaled if reshard else relative
+        make = scaled if reshard else pace
         _assert_like_alone(make, lambda dtype: make_model().to(dtype), torch.float32, how, steps=8)
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     _assert_like_alone(scaled, make_tied, torch.float32, offload)
@@ -235,33 +231,6 @@ def fsdp2_low_precision(folder):
         assert_trained_alike(model, optimizer, single, expected)
 
 
-def fsdp2_rounding(folder):
-    """Sharded bfloat16 weights are trained as float32 ones, to the bit as one process does it."""
-    for storage in ({}, {"average_dtype": "bfloat16"}):
-        model, single = shard(make_model().bfloat16()), make_model().bfloat16()
-        optimizer, expected = (pace(net, rounding="master", **storage) for net in (model, single))
-        for number in range(STEPS):
-            step(model, optimizer, number, torch.bfloat16)
-            step(single, expected, number, torch.bfloat16)
-        for (name, p), q in zip(model.named_parameters(), single.named_parameters(), strict=True):
-            q = q[1]
-            for key, value in expected.state[q].items() if not storage else ():
-                ours = optimizer.state[p][key]
-                ours = ours.int() if ours.dtype == torch.int16 else ours  # which gloo does not gather
-                assert torch.equal(full(ours).to(value), value), (name, key)
-            assert torch.allclose(full(p.detach()), q.detach(), atol=0.02 if storage else 0.0), name
-            assert optimizer.state[p]["live_rest"].placements == p.placements
-    for change in ({"rounding": "stochastic"}, {"rounding": "master", "gain": "relative"}):
-        model = shard(make_model().bfloat16())
-        optimizer = pace(model, **change)
-        try:
-            step(model, optimizer, 0, torch.bfloat16)
-        except RuntimeError as error:
-            assert "relative" in change.values() and "sharded over several ranks" in str(error), error
-        else:
-            assert "relative" not in change.values()
-
-
 def fsdp2_int8_is_refused(folder):
     """Blocks of int8 cut by shards could not be put together again for another number of ranks."""
     for before in (False, True):
@@ -280,13 +249,10 @@ def fsdp2_int8_is_refused(folder):
 
 
 def fsdp2_around_tensor_parallelism(folder):
-    """Weights that are cut twice: norm, scale and means are those of the whole."""
+    """Weights that are cut twice: scale and means are those of the whole."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    for settings in (
-        {"max_grad_norm": 0.3},
-        {"max_grad_norm": 0.3, "gain": "paper", "pullback_strength": 0.3},
-    ):
+    for settings in ({}, {"gain": "paper", "pullback_strength": 0.3}):
         torch.manual_seed(0)
         single = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
         model = parallelize_module(copy.deepcopy(single), mesh["tensor"], plan)
@@ -297,7 +263,6 @@ def fsdp2_around_tensor_parallelism(folder):
         for number in range(STEPS):  # the whole batch on each rank
             step(model, optimizer, number, torch.float64)
             step(single, expected, number, torch.float64)
-            assert torch.allclose(optimizer.grad_norm, expected.grad_norm, rtol=1e-12), number
         assert_trained_alike(model, optimizer, single, expected)
 
 
@@ -306,14 +271,14 @@ def gradients_cut_otherwise(folder):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     start = torch.randn(4, 3, dtype=torch.float64)
-    for settings in ({}, {"foreach": True}, {"foreach": False}, {"max_grad_norm": 0.1}):
+    for settings in ({}, {"foreach": True}, {"foreach": False}):
         ours = nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
         alone = nn.Parameter(start.clone())
         optimizer, expected = (PACE([p], lr=0.1, gain="paper", **settings) for p in (ours, alone))
         for number in range(6):
             alone.grad = torch.randn(4, 3, dtype=torch.float64)
             ours.grad = distribute_tensor(alone.grad, mesh, [Replicate()])
-            if number in (2, 5) and "max_grad_norm" not in settings:  # a part of the sum on each rank
+            if number in (2, 5):  # a part of the sum on each rank
                 share = alone.grad * (2 * (dist.get_rank() + 1) / (mesh.size() * (mesh.size() + 1)))
                 ours.grad = DTensor.from_local(share, mesh, [Partial()])
             optimizer.step()
@@ -329,13 +294,7 @@ COLLECTIVES = (
     (pace, {"gap": "lookahead"}, 0),
     (pace, {"average_dtype": "bfloat16"}, 0),
     (pace, {"betas": (0.0, 0.99)}, 0),
-    (pace, {"max_grad_norm": 0.5}, 1),
-    (pace, {"skip_nonfinite": True}, 1),
     (scaled, {}, 1),
-    (scaled, {"max_grad_norm": 0.5, "skip_nonfinite": True}, 1),
-    (relative, {}, 1),
-    # v is moved by the clipped gradient, and its means are taken after that.
-    (relative, {"max_grad_norm": 0.5}, 2),
     (pullback_around_sgd, {}, 0),
     (pullback, {}, 1),
     (averages, {}, 0),
@@ -347,7 +306,7 @@ def fsdp2_collectives(folder):
     for make, settings, allowed in COLLECTIVES:
         paths = [{}]
         if make in (pace, scaled) and "average_dtype" not in settings:
-            paths = [{}, {"fused": True}, {"foreach": False}]
+            paths = [{}, {"foreach": False}]
         for path in paths:
             model = shard(make_tied(torch.float32))
             optimizer = make(model, **settings, **path)
@@ -372,14 +331,10 @@ def _assert_path(optimizer, path, operations):
         return
     steps = operations.names["aten::_foreach_addcdiv_"], operations.names["aten::addcdiv_"]
     said = repr(optimizer)
-    if "fused" in path:
-        assert "one pass, in C" in said and not any(steps), operations.names
-    elif "foreach" in path:
+    if "foreach" in path:
         assert "tensor by tensor" in said and not steps[0] and steps[1], operations.names
     else:
-        own = "fused AdamW" in said  # torch's, and few weights, so that the pull is a pass of its own
         assert "foreach" in said and steps == (1, 0), operations.names
-        assert operations.names["aten::_fused_adamw_"] == own, operations.names
 
 
 def fsdp2_caches(folder):
@@ -390,7 +345,7 @@ def fsdp2_caches(folder):
         return native[1], python.sharding_propagator.propagate_op_sharding.cache_info().misses
 
     for make in OPTIMIZERS:
-        for path in ({}, {"foreach": False}) if make in (pace, scaled, relative) else ({},):
+        for path in ({}, {"foreach": False}) if make in (pace, scaled) else ({},):
             model = shard(make_model())
             optimizer = make(model, **path)
             found = []

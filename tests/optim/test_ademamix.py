@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from problems import (
-    SHAPES,
     advance,
     assert_same_bits,
     everything,
@@ -149,7 +148,7 @@ def test_beta3_from_or_to_no_momentum_is_finite():
 # --- Limits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("extra", [{}, {"maximize": True}, {"weight_decay": 0.0}])
 def test_alpha_0_is_adamw(dtype, extra):
     """Bit for bit, AdamW's loop; the slow momentum's settings do not matter."""
@@ -208,7 +207,7 @@ def stored(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loaded_state_goes_on_bit_for_bit(dtype):
     """Saved amid both warm-ups; counts stay float64 beside bfloat16 weights."""
     gradients = make_gradients(12)
@@ -239,7 +238,7 @@ def test_state_exists_from_the_start():
 
 
 def test_moments_have_the_parameters_shape_and_precision():
-    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+    for dtype in (torch.float32, torch.bfloat16):
         for parameter in make_parameters(dtype=dtype):
             optimizer = AdEMAMix([parameter])
             set_gradients([parameter], [torch.ones(parameter.shape)])
@@ -247,19 +246,6 @@ def test_moments_have_the_parameters_shape_and_precision():
             for key in ("exp_avg", "exp_avg_slow", "exp_avg_sq"):
                 moment = optimizer.state[parameter][key]
                 assert moment.dtype == dtype and moment.shape == parameter.shape and not moment.requires_grad
-
-
-def test_a_complex_parameter_moves_as_its_real_and_imaginary_part():
-    parameters = make_parameters(dtype=torch.complex128)
-    pairs = [torch.view_as_real(p.detach()).clone().requires_grad_() for p in parameters]
-    generator = torch.Generator().manual_seed(3)
-    whole, split = AdEMAMix(parameters, **WARMING), AdEMAMix(pairs, **WARMING)
-    for _ in range(12):
-        gradients = [torch.randn(s, generator=generator, dtype=torch.complex128) for s in SHAPES]
-        advance(whole, parameters, [gradients])
-        advance(split, pairs, [[torch.view_as_real(gradient) for gradient in gradients]])
-    for parameter, pair in zip(parameters, pairs, strict=True):
-        assert torch.equal(torch.view_as_real(parameter.detach()), pair.detach())
 
 
 def test_gradients_are_never_modified():

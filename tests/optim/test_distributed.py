@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 TWO_ONLY = (
-    *("ddp", "fsdp2_loop", "fsdp2_foreach", "fsdp2_relative", "fsdp2_scaled"),
-    *("fsdp2_fused", "fsdp2_clipped", "fsdp2_skip", "fsdp2_dcp", "fsdp2_made_before", "fsdp2_residuals"),
+    *("ddp", "fsdp2_loop", "fsdp2_foreach", "fsdp2_scaled"),
+    *("fsdp2_dcp", "fsdp2_made_before", "fsdp2_residuals"),
     "unwritable",
 )
 FOUR_ONLY = ("fsdp2_around_tensor_parallelism",)
 ANY_NUMBER = (
-    *("ddp_training", "fsdp2_training", "fsdp2_low_precision", "fsdp2_rounding", "fsdp2_int8_is_refused"),
+    *("ddp_training", "fsdp2_training", "fsdp2_low_precision", "fsdp2_int8_is_refused"),
     *("fsdp2_collectives", "fsdp2_caches", "swap", "skipped_steps", "gradients_cut_otherwise"),
     *("reshard", "full_states", "int8_to_shards", "pretrained", "export_memory"),
 )
 # With two ranks in test-all only: some of what they ask, others of these ask too.
 LONG = (
-    *("fsdp2_low_precision", "fsdp2_rounding", "skipped_steps", "full_states", "pretrained"),
+    *("fsdp2_low_precision", "skipped_steps", "full_states", "pretrained"),
     *("reshard", "export_memory"),
 )
 

@@ -1,20 +1,18 @@
 """Bad numbers: zeros, extremes, NaN and Inf never spread, and can be skipped."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
 from problems import PATHS, assert_same_bits, everything, make_gradients, make_parameters, run, set_gradients
 
-from paceline import PACE, reset_average
+from paceline import PACE
 
 GAINS = [
     ("paper", 3e-3),
     ("paper", 1e6),
     ("paper", math.inf),
     ("uniform", 0.7),
-    ("relative", 0.7),
     ("scaled", 15.0),
 ]
 
@@ -92,72 +90,10 @@ def test_a_bad_gradient_spoils_its_own_coordinate_and_no_other(bad, gain, streng
     assert torch.equal(ours.isfinite(), theirs.isfinite())
     assert torch.equal(state["average"].isfinite(), theirs.isfinite())
     others = [0, 1, 3]
-    if gain in (
-        "relative",
-        "scaled",
-    ):  # all enter a mean: the others see that one is missing
+    if gain == "scaled":  # all enter a mean: the others see that one is missing
         assert torch.allclose(ours[others], good[others], atol=1e-3)
     else:
         assert torch.equal(ours[others], good[others])
-
-
-@pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("bad, where", list(product([math.nan, math.inf, -math.inf], range(4))))
-def test_skip_nonfinite_leaves_everything_bit_for_bit(bad, where, foreach):
-    """N7: weights, moments, averages and t; of all parameters, whichever has the bad gradient."""
-    parameters = make_parameters(dtype=torch.float32)
-    optimizer = run(
-        parameters,
-        make_gradients(5),
-        skip_nonfinite=True,
-        return_power=0.8,
-        pullback_strength=30.0,
-        foreach=foreach,
-    )
-    before = everything(optimizer)
-    gradients = make_gradients(1, seed=9)[0]
-    gradients[where].view(-1)[-1] = bad
-    set_gradients(parameters, gradients)
-    assert optimizer.step(lambda: 7.0) == 7.0
-    assert_same_bits(before, everything(optimizer))
-    set_gradients(parameters, make_gradients(1, seed=9)[0])
-    optimizer.step()
-    assert optimizer.state[parameters[0]]["step"].item() == 6
-
-
-def test_skip_nonfinite_does_not_take_huge_gradients_for_bad():
-    parameter = torch.ones(1000).requires_grad_()
-    optimizer = PACE([parameter], skip_nonfinite=True)
-    parameter.grad = torch.full((1000,), 3e38)  # its sum and its norm overflow
-    optimizer.step()
-    assert optimizer.state[parameter]["step"].item() == 1
-
-
-def test_a_skipped_first_step_does_not_seed():
-    parameter = torch.ones(3).requires_grad_()
-    optimizer = PACE([parameter], skip_nonfinite=True, pullback_strength=0.0, weight_decay=0.0)
-    parameter.grad = torch.full((3,), math.nan)
-    optimizer.step()
-    with torch.no_grad():
-        parameter.fill_(5.0)  # e.g. a checkpoint loaded now
-    parameter.grad = torch.zeros(3)
-    optimizer.step()
-    assert torch.equal(optimizer.state[parameter]["average"], torch.full((3,), 5.0))
-
-
-def test_a_skipped_step_after_a_reset_does_not_seed():
-    parameter = torch.ones(3).requires_grad_()
-    optimizer = PACE([parameter], skip_nonfinite=True, pullback_strength=0.0, weight_decay=0.0)
-    parameter.grad = torch.zeros(3)
-    optimizer.step()
-    reset_average(optimizer)
-    parameter.grad = torch.full((3,), math.nan)
-    optimizer.step()
-    with torch.no_grad():
-        parameter.fill_(5.0)
-    parameter.grad = torch.zeros(3)
-    optimizer.step()
-    assert torch.equal(optimizer.state[parameter]["average"], torch.full((3,), 5.0))
 
 
 def test_what_is_refused_is_refused_before_any_update():
@@ -174,7 +110,7 @@ def test_what_is_refused_is_refused_before_any_update():
     second.data = second.data.double()
     second.grad = torch.ones(2, dtype=torch.float64)
     second.data = second.data.to(torch.complex64)
-    with pytest.raises(RuntimeError, match=r"gradient of parameter 0 of group 1 is torch.float64"):
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 1 is torch.complex64; complex parameters"):
         optimizer.step()
     assert torch.equal(first, torch.ones(2))
 
@@ -198,9 +134,7 @@ def test_a_step_that_grad_scaler_skips_advances_nothing():
 @pytest.mark.parametrize("foreach", PATHS)
 def test_gradients_are_never_modified(foreach):
     parameters = make_parameters(dtype=torch.float32)
-    optimizer = PACE(
-        parameters, maximize=True, gain="paper", pullback_strength=30.0, skip_nonfinite=True, foreach=foreach
-    )
+    optimizer = PACE(parameters, maximize=True, gain="paper", pullback_strength=30.0, foreach=foreach)
     set_gradients(parameters, make_gradients(1)[0])
     before = [(p.grad.clone(), p.grad._version) for p in parameters]
     optimizer.step()

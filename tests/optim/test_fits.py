@@ -1,4 +1,4 @@
-"""A step remembers what it found fit: whatever is changed between two steps has to be noticed."""
+"""Whatever is changed between two steps has to be noticed, also where addresses are kept."""
 
 import copy
 import gc
@@ -9,17 +9,19 @@ import torch
 from problems import assert_same_bits, everything
 
 from paceline import PACE
-from paceline.optim import look, members, native, reset_average, work
+from paceline.optim import fused, reset_average
+
+pytest.importorskip("triton")
 
 KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-@pytest.fixture(params=["looked at in C", "looked at in Python"], autouse=True)
-def looks_in_c(request, monkeypatch):
-    """What makes one pass looks by look.cpp, or by itself as where that cannot be built."""
-    if request.param == "looked at in Python":
-        monkeypatch.setattr(look, "functions", lambda: None)
-    return request.param == "looked at in C" and look.functions() is not None
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """On a CPU the kernel runs in Triton's interpreter."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(fused, "TILES", dict.fromkeys(fused.TILES, (256, 4)))
+        monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
 
 
 def _swap_memory(optimizer, parameter):
@@ -149,7 +151,7 @@ def test_a_change_between_steps_is_noticed(change, kind):
                     # As backward makes it: it lies like the parameter.
                     parameter.grad = torch.empty_like(parameter).copy_(grad)
             if forgets:
-                optimizer._fits.clear()
+                optimizer._tables.clear()
             optimizer.step()
         results.append(everything(optimizer))
     assert_same_bits(*results)
@@ -244,7 +246,7 @@ def test_a_moment_that_lies_otherwise_in_the_same_memory_is_noticed(kind):
             if t == 3:
                 optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].t()
             if forgets:
-                optimizer._fits.clear()
+                optimizer._tables.clear()
             if t == 3 and kind == "fused":
                 with pytest.raises(RuntimeError, match="do not lie alike"):
                     optimizer.step()
@@ -268,7 +270,7 @@ def test_gradients_are_not_kept_alive(kind):
         assert kept() is None
 
 
-def test_a_state_that_is_replaced_makes_room_at_once(looks_in_c):
+def test_a_state_that_is_replaced_makes_room_at_once():
     """As where a trainer moves it elsewhere until the next step; which goes on as if it had not."""
     ended = []
     for moves in (False, True):
@@ -280,7 +282,6 @@ def test_a_state_that_is_replaced_makes_room_at_once(looks_in_c):
             optimizer.step()
             if not moves or t % 2:
                 continue
-            assert optimizer._fits._groups[0].looks_at_once is looks_in_c
             for parameter in parameters:
                 state = optimizer.state[parameter]
                 for key in ("exp_avg", "exp_avg_sq", "average", "returned"):
@@ -302,7 +303,7 @@ def test_an_entry_of_somebody_else_may_become_none(kind):
     assert optimizer.state[parameter]["step"].item() == 4
 
 
-def test_one_pass_refuses_a_gradient_whose_memory_is_gone(looks_in_c):
+def test_one_pass_refuses_a_gradient_whose_memory_is_gone():
     parameter = torch.ones(4).requires_grad_()
     optimizer = PACE([parameter], lr=1e-2, fused=True)
     for _ in range(2):
@@ -351,24 +352,6 @@ def test_a_gradient_of_integers_is_refused_also_later():
         optimizer.step()
 
 
-def test_what_cannot_be_built_is_said_once_and_done_without(monkeypatch, tmp_path):
-    first, second = (torch.ones(4).requires_grad_() for _ in range(2))
-    optimizer = PACE([{"params": [first]}, {"params": [second], "fused": True}], lr=1e-2)
-    first.grad, second.grad = torch.ones(4), torch.ones(4)
-    monkeypatch.setenv("CC", "/bin/false")
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    for remembered in (native._library, native.missing, work._warn_once):
-        remembered.cache_clear()
-    with pytest.warns(UserWarning, match=r"fused=True on a CPU needs native\.c, which .* could not build"):
-        optimizer.step()
-    optimizer.step()  # a second warning would be an error
-    monkeypatch.undo()
-    for remembered in (native._library, native.missing, work._warn_once):
-        remembered.cache_clear()
-    assert [optimizer.state[p]["step"].item() for p in (first, second)] == [2, 2]
-    assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_in_inference_mode_and_out_of_it(kind):
     parameter = torch.ones(4).requires_grad_()
@@ -400,11 +383,6 @@ def test_one_pass_refuses_a_parameter_that_is_in_its_group_twice():
         optimizer.step()
 
 
-def test_a_copy_remembers_nothing():
-    _, optimizer = stepped("loop")
-    assert optimizer._fits and not copy.deepcopy(optimizer)._fits
-
-
 def test_a_parameter_turned_in_place_is_noticed():
     """The same memory, size and shape, in another order: its gradient and state no longer lie like it."""
     parameter = torch.arange(16.0).view(4, 4).requires_grad_()
@@ -415,61 +393,6 @@ def test_a_parameter_turned_in_place_is_noticed():
     parameter.grad_dtype, parameter.grad = torch.float32, torch.arange(16.0).view(4, 4)
     with pytest.raises(RuntimeError, match="do not lie alike"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("lacking", [{"CC": "/nonexistent/cc"}, {"PACELINE_CACHE": "/proc/nope"}], ids=str)
-def test_a_compiler_that_is_not_there_is_said_too(lacking, monkeypatch, tmp_path):
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    for name, value in lacking.items():
-        monkeypatch.setenv(name, value)
-    for remembered in (native._library, native.missing, work._warn_once):
-        remembered.cache_clear()
-    parameter = torch.ones(4).requires_grad_()
-    parameter.grad = torch.ones(4)
-    with pytest.warns(UserWarning, match="fused=True on a CPU needs .*; going on without it") as warned:
-        PACE([parameter], fused=True).step()
-    assert warned[0].filename == __file__
-    monkeypatch.undo()
-    for remembered in (native._library, native.missing, work._warn_once):
-        remembered.cache_clear()
-
-
-def test_one_pass_looks_by_c_where_it_can(looks_in_c):
-    for kind in KINDS:
-        _, optimizer = stepped(kind)
-        fit = optimizer._fits._groups[0]
-        assert fit.looks_at_once is (looks_in_c and kind == "fused")
-        assert optimizer._fits._same is (look.functions().same if fit.looks_at_once else members._version_of)
-
-
-def test_gradients_are_those_that_the_parameters_have(looks_in_c):
-    """Of backward, which Python has not seen yet, and of Python; moved or not."""
-    parameters = [torch.ones(4).requires_grad_() for _ in range(3)]
-    optimizer = PACE(parameters, fused=True)
-    seen, copies = [], []
-    for t in range(6):
-        if t in (0, 2, 4):
-            optimizer.zero_grad()
-            sum((parameter * (t + i)).sum() for i, parameter in enumerate(parameters)).backward()
-        elif t == 3:
-            for parameter in parameters:
-                parameter.grad = torch.full((4,), 7.0)
-        found = work.plan_all(optimizer.state, optimizer.param_groups, optimizer._fits)[0].members
-        assert all(grad is parameter.grad for grad, parameter in zip(found.grads, parameters, strict=True))
-        assert found.addresses.tolist() == [parameter.grad.data_ptr() for parameter in parameters]
-        seen.append(found.addresses)
-        copies.append(found.addresses.tolist())
-    assert copies == [addresses.tolist() for addresses in seen]  # what was handed out is not written to
-    assert seen[1] is seen[0] and seen[5] is seen[4]
-
-
-def test_a_parameter_that_became_a_negative_view_is_noticed():
-    """At the same address, of the same size and strides."""
-    parameter, optimizer = stepped("fused")
-    before = optimizer._fits._groups[0]
-    parameter.data = torch._neg_view(parameter.data)
-    works = work.plan_all(optimizer.state, optimizer.param_groups, optimizer._fits)
-    assert works[0].anew and optimizer._fits._groups.get(0) is not before
 
 
 @pytest.mark.slow
@@ -496,3 +419,26 @@ def test_nothing_is_kept_alive_by_what_was_remembered():
     del optimizer, parameters, parameter, kept
     gc.collect()
     assert [there() for there in left] == [None] * len(left)
+
+
+def test_a_copy_remembers_nothing():
+    _, optimizer = stepped("fused")
+    assert optimizer._tables and not copy.deepcopy(optimizer)._tables
+
+
+def test_addresses_are_sent_again_only_after_a_change():
+    parameter, optimizer = stepped("fused")
+    before = optimizer._tables[0]._launches
+    optimizer.step()
+    assert optimizer._tables[0]._launches is before
+    optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
+    optimizer.step()
+    assert optimizer._tables[0]._launches is not before
+
+
+def test_one_pass_refuses_a_parameter_that_became_a_negative_view():
+    """At the same address, of the same size and strides."""
+    parameter, optimizer = stepped("fused")
+    parameter.data = torch._neg_view(parameter.data)
+    with pytest.raises(RuntimeError, match="parameter 0 of group 0 is not plain memory"):
+        optimizer.step()

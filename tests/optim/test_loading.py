@@ -328,7 +328,7 @@ def test_load_nontensor_step_and_older_groups(name):
     for entry in saved["state"].values():
         entry["step"] = int(entry["step"])
     for group in saved["param_groups"]:
-        for key in ("skip_nonfinite", "parameters_hold", "gap", "foreach"):
+        for key in ("parameters_hold", "gap", "foreach"):
             del group[key]
     twin = PACE(
         [p.detach().clone().requires_grad_() for p in optimizer.param_groups[0]["params"]],

@@ -55,7 +55,7 @@ def test_foreach_is_close_to_the_loop_in_low_precision(name, dtype):
     "gain, gap, every, power, maximize, decay",
     list(
         product(
-            ["paper", "uniform", "relative", "scaled"],
+            ["paper", "uniform", "scaled"],
             ["pre", "lookahead"],
             [1, 3],
             [None, 0.8],
@@ -65,7 +65,7 @@ def test_foreach_is_close_to_the_loop_in_low_precision(name, dtype):
     ),
 )
 def test_foreach_is_the_loop_for_all_combinations(gain, gap, every, power, maximize, decay):
-    """N2: 128 combinations in float32."""
+    """N2: 96 combinations in float32."""
     settings = {
         "gain": gain,
         "gap": gap,
@@ -119,13 +119,11 @@ def test_state_moves_between_paths(there, back):
     assert_same_bits(everything(straight), everything(second))
 
 
-@pytest.mark.parametrize(
-    "name", ["strong", "uniform", "lookahead", "maximize", "return_power", "relative", "scaled"]
-)
+@pytest.mark.parametrize("name", ["strong", "uniform", "lookahead", "maximize", "return_power", "scaled"])
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes", [[(256, 256)] * 8, [(512, 1024)]])
 def test_temporary_memory_of_a_foreach_step(name, shapes):
-    """At most two model-sized temporaries; "relative" needs one more of its largest tensor's size."""
+    """At most two model-sized temporaries."""
     parameters = make_parameters(dtype=torch.float32, shapes=shapes)
     gradients = make_gradients(2, shapes=shapes)
     optimizer = run(parameters, gradients[:1], foreach=True, **VARIANTS[name])
@@ -134,8 +132,7 @@ def test_temporary_memory_of_a_foreach_step(name, shapes):
     gc.collect()
     peak = peak_bytes(optimizer.step)
     model = sum(p.numel() * 4 for p in parameters)
-    extra = max(p.numel() * 4 for p in parameters) if name == "relative" else 0
-    assert peak <= 2 * model + extra + 4096, f"{peak / model:.2f} model sizes"
+    assert peak <= 2 * model + 4096, f"{peak / model:.2f} model sizes"
 
 
 @pytest.mark.slow
@@ -167,9 +164,8 @@ def test_many_small_tensors_cost_few_tensors_of_numbers():
 @pytest.mark.parametrize(
     "dtype, settings, path",
     [
-        (torch.float32, {}, "torch's fused AdamW, and foreach"),
-        (torch.float64, {}, "torch's fused AdamW, and foreach"),
-        (torch.float32, {"rounding": "master"}, "torch's fused AdamW, and foreach"),
+        (torch.float32, {}, "foreach"),
+        (torch.float64, {}, "foreach"),
         (torch.float32, {"fused": False}, "foreach"),
         (torch.float32, {"foreach": True}, "foreach"),
         (torch.float32, {"pullback_strength": 0.0}, "foreach"),
@@ -179,8 +175,6 @@ def test_many_small_tensors_cost_few_tensors_of_numbers():
         (torch.float32, {"gain": "uniform", "pullback_strength": 1.0}, "foreach"),
         (torch.bfloat16, {}, "tensor by tensor"),
         (torch.float32, {"foreach": False}, "tensor by tensor"),
-        (torch.float32, {"differentiable": True}, "tensor by tensor"),
-        (torch.float32, {"fused": True}, "one pass, in C"),
     ],
     ids=str,
 )

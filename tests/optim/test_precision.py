@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from problems import PATHS, assert_same_bits, everything, make_gradients, make_parameters
 
 from paceline import PACE
 
@@ -61,7 +62,6 @@ def test_the_average_moves_where_a_low_precision_one_stands_still(dtype):
         (torch.float16, torch.float32),
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
-        (torch.complex64, torch.complex64),
     ],
 )
 def test_precision_of_the_state(dtype, kept):
@@ -71,3 +71,18 @@ def test_precision_of_the_state(dtype, kept):
     assert state["average"].dtype == state["returned"].dtype == kept
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == dtype
     assert state["step"].dtype == torch.float64 and state["step"].shape == ()
+
+
+@pytest.mark.parametrize("foreach", PATHS)
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_gradients_of_another_precision_than_their_parameters(kinds, foreach):
+    """As if they had been cast first."""
+    of, given = kinds
+    parameters, twins = make_parameters(dtype=of), make_parameters(dtype=of)
+    one, other = (PACE(ps, lr=1e-2, foreach=foreach) for ps in (parameters, twins))
+    for step in make_gradients(3):
+        for p, q, g in zip(parameters, twins, step, strict=True):
+            p.grad_dtype, p.grad, q.grad = given, g.to(given), g.to(given).to(of)
+        one.step()
+        other.step()
+    assert_same_bits(everything(one), everything(other))

@@ -57,7 +57,7 @@ def assert_twins_are_equal(ours, pace, theirs, pullback):
 
 
 @pytest.mark.parametrize("foreach", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_pullback_of_adamw_is_pace(name, dtype, foreach):
     """N18, bit for bit: live, averages, moments; some gradients None, the rate changes in between."""
@@ -227,12 +227,12 @@ WITH_MOMENT = {
 }
 
 
-@pytest.mark.parametrize("gain", ["paper", "relative", "scaled"])
+@pytest.mark.parametrize("gain", ["paper", "scaled"])
 @pytest.mark.parametrize("base", WITH_MOMENT)
 def test_around_bases_with_a_second_moment(base, gain):
     """The gain is sized by what the base itself divides by, in its own bias correction."""
     make, root, eps = WITH_MOMENT[base]
-    settings = {"gain": gain, "pullback_strength": 0.7 if gain == "relative" else 3.0}
+    settings = {"gain": gain, "pullback_strength": 3.0}
     parameters = make_parameters()
     optimizer = Pullback(make(parameters), **settings)
     references = [
@@ -258,7 +258,7 @@ def test_the_gain_is_chosen_by_what_the_base_keeps(make, gain):
     assert optimizer.param_groups[0]["gain"] == gain
 
 
-@pytest.mark.parametrize("gain", ["paper", "relative", "scaled"])
+@pytest.mark.parametrize("gain", ["paper", "scaled"])
 def test_a_gain_that_the_base_cannot_size_is_refused(gain):
     parameters = make_parameters()
     optimizer = Pullback(optim.SGD(parameters, lr=1e-2), gain=gain, pullback_strength=0.5)

@@ -387,7 +387,7 @@ def test_such_a_wrapper_has_the_modes_of_the_optimizer(kind):
     """Also where those depend on more than the class; and one of the averages may have any name."""
     model, base = trained()
     base = base if kind == "Averages of PACE" else torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = Averages(base, {"first": PowerLaw(0.9), "average": PowerLaw(0.1)}, buffers=model)
+    optimizer = Averages(base, {"first": PowerLaw(0.9), "average": PowerLaw(0.1)})
     train(model, optimizer, 3)
     wrapper = Imitates(optimizer)
     wrapper.__class__ = type("Wrapped", (Imitates, Averages), {})
@@ -425,7 +425,6 @@ class Imitates:
 KINDS = {
     "float32": lambda parameters: PACE(parameters, lr=1e-2),
     "int8": lambda parameters: PACE(parameters, lr=1e-2, average_dtype="int8"),
-    "master": lambda parameters: PACE(parameters, lr=1e-2, rounding="master"),
     "Pullback": lambda parameters: Pullback(torch.optim.AdamW(parameters, lr=1e-2), gain="scaled"),
     "Averages": lambda parameters: Averages(torch.optim.AdamW(parameters), {"a": PowerLaw(0.7)}),
     "Averages of PACE": lambda parameters: Averages(PACE(parameters, lr=1e-2), {"a": PowerLaw(0.9)}),
@@ -436,7 +435,6 @@ def two_layers(kind, steps):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].bias.requires_grad_(False)
-    model = model.bfloat16() if kind == "master" else model
     optimizer = KINDS[kind](model.parameters())
     for _ in range(steps):
         model(torch.ones(2, 4, dtype=model[0].weight.dtype)).square().sum().backward()
@@ -465,28 +463,6 @@ def test_with_live_a_state_is_the_one_of_a_block(kind, steps):
     again.load_state_dict(made)
     assert all(torch.equal(p, live[name]) for name, p in other.named_parameters())
     assert not again.shows_average()
-
-
-@pytest.mark.parametrize("saved", ["with_live", "in a block"])
-def test_with_live_buffers_that_are_averaged_come_back_too(saved):
-    def build():
-        model = trained()[0]
-        base = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return model, Averages(base, {"a": PowerLaw(0.7)}, buffers=model)
-
-    model, optimizer = build()
-    train(model, optimizer, 3)
-    live = {name: value.clone() for name, value in model.state_dict().items()}
-    if saved == "with_live":
-        state = copy.deepcopy(optimizer.with_live(optimizer.state_dict()))
-    with averaged_weights(optimizer):
-        average = {name: value.clone() for name, value in model.state_dict().items()}
-        state = optimizer.state_dict() if saved == "in a block" else state
-    assert not torch.equal(live["norm.running_mean"], average["norm.running_mean"])
-    other, again = build()
-    other.load_state_dict(average)
-    again.load_state_dict(state)
-    assert_same_bits(dict(other.state_dict()), live)
 
 
 def same_state(a, b):

@@ -14,7 +14,6 @@ from paceline import (
     PACE,
     Averages,
     Blend,
-    FixedDecay,
     Polynomial,
     PowerLaw,
     Pullback,
@@ -316,27 +315,6 @@ def test_a_frozen_parameter_beside_a_base_with_state_from_the_start():
 # --- Values ---------------------------------------------------------------------------------------
 
 
-def test_masks_among_the_buffers_are_left_alone():
-    model = nn.Linear(2, 2)
-    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-    model.register_buffer("statistic", torch.ones(2))
-    averages = {
-        "a": Polynomial(2),
-        "b": FixedDecay(0.9, start=1),
-        "c": BEMA(every=1),
-        "d": Blend(PowerLaw(0.5), 0.5),
-    }
-    optimizer = Averages(optim.SGD(model.parameters(), lr=0.1), averages, buffers=model)
-    for _ in range(3):
-        model(torch.ones(1, 2)).sum().backward()
-        model.statistic += 1
-        optimizer.step()
-    for name in optimizer:
-        with averaged_weights(optimizer[name]):
-            assert torch.equal(model.mask, torch.tensor([0.0, -torch.inf]))
-            assert model.statistic.isfinite().all() and not (model.statistic == 4).all()
-
-
 def test_an_infinite_weight_is_averaged_as_what_it_is():
     """power 0: 0 · average would be NaN there."""
     for foreach in (False, True):
@@ -388,11 +366,10 @@ def test_a_centered_second_moment():
     assert torch.allclose(value, state["square_avg"] - state["grad_avg"] ** 2)
 
 
-@pytest.mark.parametrize("gain", ["paper", "relative"])
-def test_a_pull_sized_by_a_moment_that_is_made_for_it(gain):
-    """That of a centered RMSprop, which the step may write over where the gain does not need it again."""
+def test_a_pull_sized_by_a_moment_that_is_made_for_it():
+    """That of a centered RMSprop, which the step may write over."""
     wrapped, raw = make_parameters(), make_parameters()
-    optimizer = Pullback(optim.RMSprop(wrapped, lr=1e-2, centered=True), pullback_strength=0.5, gain=gain)
+    optimizer = Pullback(optim.RMSprop(wrapped, lr=1e-2, centered=True), pullback_strength=0.5, gain="paper")
     base = optim.RMSprop(raw, lr=1e-2, centered=True)
     advance(optimizer, wrapped, make_gradients(5))
     base.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
@@ -406,8 +383,7 @@ def test_a_pull_sized_by_a_moment_that_is_made_for_it(gain):
     for p, q, gap in zip(wrapped, raw, gaps, strict=True):
         value = (base.state[q]["square_avg"] - base.state[q]["grad_avg"] ** 2).clamp(min=0)
         root = value.sqrt() + 1e-8
-        ratio = 1e-2 / root if gain == "paper" else (value.mean().sqrt() / root).clamp(0.25, 4)
-        pull = (0.5 * 7**-0.5 * ratio).clamp(max=1) * gap
+        pull = (0.5 * 7**-0.5 * 1e-2 / root).clamp(max=1) * gap
         assert torch.allclose(p, q + pull, rtol=1e-6, atol=1e-9)
 
 
@@ -425,30 +401,3 @@ def test_second_moments_of_two_ages_in_one_chunk():
     advance(optimizer, parameters, [gradients])
     advance(single, alone[-1:], [gradients[-1:]])
     assert torch.equal(parameters[-1], alone[-1])
-
-
-def test_a_step_that_the_base_skips_is_not_averaged_or_counted():
-    steps = make_gradients(5)
-    bad = [gradient.clone() for gradient in steps[0]]
-    bad[0].view(-1)[0] = torch.nan
-    results = []
-    for gradients in (steps, [*steps[:2], bad, *steps[2:]]):
-        parameters = make_parameters(dtype=torch.float32)
-        optimizer = Averages(PACE(parameters, lr=1e-2, skip_nonfinite=True), {"a": PowerLaw(0.9)})
-        skipped = []
-        for gradient in gradients:
-            advance(optimizer, parameters, [gradient])
-            skipped.append((optimizer.skipped, optimizer.base.skipped))
-        results.append(everything(optimizer))
-    assert skipped == [(gradient is bad,) * 2 for gradient in gradients]
-    assert_same_bits(*results)
-
-
-def test_a_base_that_skips_on_the_device_is_refused_before_anything_moves():
-    parameters = make_parameters(dtype=torch.float32)
-    optimizer = Averages(PACE(parameters, lr=1e-2, skip_nonfinite=True), {"a": PowerLaw(0.9)})
-    optimizer.param_groups[0]["capturable"] = True
-    before = everything(optimizer)
-    with pytest.raises(RuntimeError, match="where Averages around it does not see it"):
-        advance(optimizer, parameters, make_gradients(1))
-    assert_same_bits(before, everything(optimizer))

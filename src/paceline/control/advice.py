@@ -121,7 +121,7 @@ def _about_rate(best: float, right: float) -> str:
     if right < -0.2:
         return (
             f"{times} A pull makes it smaller still and cannot help; {best:g} can, or a push "
-            f"(R = {right:.2g}, a negative strength with gain uniform or relative)."
+            f"(R = {right:.2g}, a negative strength with gain uniform)."
         )
     return "This learning rate is about the best one: a pull cannot help here, and a weak one does not hurt."
 

@@ -105,7 +105,7 @@ class Run:
     workers: int = 0
     """Processes that read data ahead."""
     telemetry_every: int | None = None
-    """Steps between readings of the pull (`paceline.probe`); none: never."""
+    """Steps between readings of the pull (`paceline.pull_statistics`); none: never."""
     fork: str | None = None
     """A checkpoint of another run to start from: its folder, or RUN@STEP; RUN is a folder, or the name of one
     beside this run's. Weights, optimizer and step come from there; the schedule is this run's."""

@@ -10,8 +10,8 @@ import torch
 from paceline.experiments.config import ConfigError
 from paceline.lm import checkpoint
 from paceline.lm.files import plain_file, sha256_of
-from paceline.optim import look
-from paceline.optim.work import HOST_NAME, ONE_PASS_NAMES, missing
+from paceline.optim.fused import missing
+from paceline.optim.work import ONE_PASS_NAME
 
 
 def examine_machine() -> list[str]:
@@ -24,16 +24,9 @@ def examine_machine() -> list[str]:
         kinds["cuda"] = torch.cuda.get_device_name()
     for kind, name in kinds.items():
         lacking = missing(kind)
-        usual = kind == "cuda" and lacking is None
-        other = HOST_NAME if kind == "cpu" else "foreach operations"
-        lines.append(f"{kind} ({name}): PACE steps by {ONE_PASS_NAMES[kind] if usual else other}")
+        lines.append(f"{kind} ({name}): PACE steps by {'foreach operations' if lacking else ONE_PASS_NAME}")
         if lacking is not None:
             lines.append(f"  fused=True {lacking}")
-        elif not usual:
-            lines.append(f"  with fused=True: {ONE_PASS_NAMES[kind]}, in about half the time")
-        if lacking is None:
-            by = "C++" if look.functions() else "Python, which takes longer if tensors are many and small"
-            lines.append(f"  what one pass needs to know of all tensors is looked up by {by}")
     return lines
 
 

@@ -28,8 +28,7 @@ from paceline.lm.files import locked, new_folder, remove_temporary
 from paceline.lm.loop import Evaluation, Progress, Step, train
 from paceline.lm.parallel import Ranks, joined
 from paceline.lm.throughput import operations_per_token, peak_of
-from paceline.optim import probe
-from paceline.optim.readings import Reading
+from paceline.optim.telemetry import pull_statistics, steps_taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,12 +207,7 @@ class _Running:
         self.progress = Progress()
         self.best: dict[str, Any] | None = None  # step and loss of the best checkpoint, by what is returned
         self.latest: dict[str, Any] | None = None  # the same of the latest evaluation
-        self.reading: Reading | None = None  # the latest of the pull
-        self.telemetry = (
-            probe(pulling(job.trainee.optimizer), every=run.telemetry_every, keep=1)
-            if run.telemetry_every is not None
-            else None
-        )
+        self.pulling = pulling(job.trainee.optimizer) if run.telemetry_every is not None else None
         trainee = job.trainee
         self.ranks = trainee.ranks
         peak = peak_of(trainee.device)
@@ -336,10 +330,10 @@ class _Running:
             self.timing.write("speed", {"time": time.time(), "step": record.step, **self.clock.speed()})
             self.records.flush()
             self.timing.flush()
-        elif self.telemetry is not None and self.telemetry.last is not self.reading:  # a new one
-            self.reading = self.telemetry.last
-            assert self.reading is not None
-            self.records.write("telemetry", {"step": record.step, **self.reading.flat()})
+        elif self.pulling is not None and not record.skipped:
+            assert self.run.telemetry_every is not None
+            if steps_taken(self.pulling) % self.run.telemetry_every == 0:
+                self.records.write("telemetry", {"step": record.step, **pull_statistics(self.pulling)})
 
     def _save(self) -> Iterator[Event]:
         """Write a checkpoint, unless there is one already; a disk that fails once may work again."""
@@ -394,8 +388,6 @@ class _Running:
         """Write what is known, and end."""
         for writer in (self.records, self.timing):
             writer.close()
-        if self.telemetry is not None:
-            self.telemetry.close()
 
 
 class _Clock:

@@ -191,12 +191,10 @@ def _refusal_under_deepspeed(zero: Any) -> str | None:
             "their average; use ZeRO stage 1 or 2, or DDP"
         )
     for group in zero.param_groups:
-        pulls = group.get("pullback_strength") != 0 and group.get("gain") in ("scaled", "relative")
-        wanted = [f'gain="{group["gain"]}"'] if pulls else []
-        wanted += [name for name in ("max_grad_norm", "skip_nonfinite") if group.get(name)]
-        if wanted:
+        pulls = group.get("pullback_strength") != 0 and group.get("gain") == "scaled"
+        if pulls:
             return (
-                f"{wanted[0]} needs sums over the whole model, of which DeepSpeed shows a rank its own part "
-                'only; use pace_for_trainer(args, gain="paper"), and clip by TrainingArguments'
+                f'gain="{group["gain"]}" needs sums over the whole model, of which DeepSpeed shows a rank '
+                'its own part only; use pace_for_trainer(args, gain="paper")'
             )
     return None

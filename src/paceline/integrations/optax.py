@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-Gain = Literal["paper", "uniform", "relative", "scaled"]
+Gain = Literal["paper", "uniform", "scaled"]
 Gap = Literal["pre", "lookahead"]
 Tree = Any
 """A pytree of arrays."""
@@ -26,7 +26,6 @@ Mask = Any
 USUAL: dict[str, dict[str, float | None]] = {
     "paper": {"pullback_strength": 3e-3, "ema_power": 0.5, "return_power": None},
     "uniform": {"ema_power": 0.5},
-    "relative": {"ema_power": 0.5},
     "scaled": {"pullback_strength": 15.0, "ema_power": 0.2, "return_power": 0.7},
 }
 """What is taken where the user says nothing: `paceline.optim.recipe.USUAL`, which is behind torch."""
@@ -304,15 +303,14 @@ def _step(slot: _Slot, at: _At, recipe: "_Recipe", decayed: bool, pulled: bool) 
 
     m = g if mu is None else _blend(mu.astype(dtype), g, recipe.b1)
     v = _blend(nu.astype(dtype), g * g, recipe.b2)
-    corrected = v / at.nu_correction
-    denominator = jnp.sqrt(corrected) + _number(recipe.eps, dtype)
+    denominator = jnp.sqrt(v / at.nu_correction) + _number(recipe.eps, dtype)
     move = -at.lr * (m / at.mu_correction / denominator)
     if decayed and not _is_zero(recipe.weight_decay):
         move = move - at.lr * _number(recipe.weight_decay, dtype) * start
 
     pull = None
     if pulled and not _is_zero(recipe.pullback_strength):
-        pull = jnp.where(at.pulling, _gain(corrected, denominator, at, recipe), 0.0)
+        pull = jnp.where(at.pulling, _gain(denominator, at, recipe), 0.0)
     if recipe.gap == "lookahead":
         raw = start + move
         average = _moved_average(average, raw, at.rate, at.averaging, recipe.ema_power)
@@ -337,17 +335,13 @@ def _step(slot: _Slot, at: _At, recipe: "_Recipe", decayed: bool, pulled: bool) 
     )
 
 
-def _gain(corrected: Any, denominator: Any, at: _At, recipe: "_Recipe") -> Any:
+def _gain(denominator: Any, at: _At, recipe: "_Recipe") -> Any:
     """λ_{t,i} = min(β_t R_i, max_gain). Finite also for c = inf and unclipped: inf · 0 would be NaN."""
     dtype = denominator.dtype
     largest = jnp.finfo(dtype).max
     strength = at.rate * _number(recipe.pullback_strength, dtype)
     if recipe.gain == "uniform":
         gain = jnp.broadcast_to(strength, denominator.shape)
-    elif recipe.gain == "relative":
-        # A NaN or Inf gradient spoils its own coordinate, not the whole leaf's mean.
-        rms = jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(corrected), corrected, 0.0)))
-        gain = jnp.clip(rms / denominator, 0.25, 4.0) * strength
     else:
         gain = jnp.minimum(at.lr * at.scale * strength, largest) / denominator
     return jnp.minimum(gain, jnp.minimum(_number(recipe.max_gain, dtype), largest))

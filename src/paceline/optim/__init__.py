@@ -4,8 +4,8 @@ from paceline.optim.averages import BEMA, Averages, Blend, FixedDecay, HalfLife,
 from paceline.optim.averaging import reset_average
 from paceline.optim.groups import parameter_groups
 from paceline.optim.pace import PACE
-from paceline.optim.probes import probe
 from paceline.optim.pullback import Pullback
+from paceline.optim.telemetry import pull_statistics
 from paceline.optim.weights import averaged_state_dict, averaged_weights, save_averaged
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "averaged_state_dict",
     "averaged_weights",
     "parameter_groups",
-    "probe",
+    "pull_statistics",
     "reset_average",
     "save_averaged",
 ]

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from paceline.optim.checks import is_number, require
 from paceline.optim.foreach import chunks, move_averages_
 from paceline.optim.loading import Format
 from paceline.optim.rule import averaging_rate
-from paceline.optim.state import State, allocate_averages, conform_averages, in_full, real, take_averages
+from paceline.optim.state import State, take_averages
 from paceline.optim.weights import show_computed_, show_kept_
 from paceline.optim.wrapper import Wrapper, is_schedule_free
 
@@ -250,8 +250,6 @@ class Averages(Wrapper):
     Arguments:
         base: any optimizer, PACE included.
         averages: name → `PowerLaw`, `Polynomial`, `FixedDecay`, `HalfLife`, `BEMA` or a `Blend` of one.
-        buffers: a module whose floating buffers (BatchNorm's running statistics) are averaged alike;
-            torch.distributed.checkpoint knows parameters only and refuses such a state.
 
     >>> import torch, paceline
     >>> from paceline.optim.averages import Averages, HalfLife, PowerLaw
@@ -265,15 +263,12 @@ class Averages(Wrapper):
     ...         loss = model(torch.ones(4, 2)).square().mean()
     """
 
-    def __init__(
-        self, base: Optimizer, averages: Mapping[str, Average], *, buffers: nn.Module | None = None
-    ) -> None:
+    def __init__(self, base: Optimizer, averages: Mapping[str, Average]) -> None:
         _check_names(base, averages)
         self.averages = dict(averages)
         self._returned_name = next(iter(averages))
         self._by_name = {name: View(self, name) for name in averages}
         self._views = tuple(self._by_name.values())
-        self._buffered = buffers
         wanted = tuple(_key(name, part) for name, average in averages.items() for part in average.parts)
         self.format = Format(
             prefix="averages_",
@@ -282,7 +277,6 @@ class Averages(Wrapper):
             wanted=partial(_always, wanted),
             on_device=False,
         )
-        self._buffers_are_due = False
         super().__init__(base, {})
 
     def __getitem__(self, name: str) -> "View":
@@ -294,15 +288,7 @@ class Averages(Wrapper):
         return iter(self.averages)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = (
-            "averages",
-            "format",
-            "_returned_name",
-            "_by_name",
-            "_views",
-            "_buffered",
-            "_buffers_are_due",
-        )
+        names = ("averages", "format", "_returned_name", "_by_name", "_views")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     # --- The step ---------------------------------------------------------------------------------
@@ -311,37 +297,16 @@ class Averages(Wrapper):
         wanted = self.format.wanted(group)
         for parameter in parameters:
             _seed(parameter, self._memory[parameter], wanted)
-        if group is self.param_groups[0]:
-            self._prepare_buffers(wanted)
-
-    def _prepare_buffers(self, wanted: tuple[str, ...]) -> None:
-        self._buffers_are_due = True
-        for name, buffer in self._buffers():
-            if name not in self._buffer_memory:
-                # One with infinities is a mask and no statistic: nothing is remembered of it.
-                finite = bool(buffer.isfinite().all())
-                self._buffer_memory[name] = allocate_averages(buffer, {}, wanted, {}) if finite else {}
-            state = self._buffer_memory[name]
-            if state:
-                conform_averages(buffer, state, {}, wanted, f"buffer '{name}'")
-                if "unseeded" in state:
-                    take_averages(buffer, state, wanted)
-                    del state["unseeded"]
-                _seed(buffer, state, wanted)
 
     def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: None) -> None:
         tensors = [(parameter, self._memory[parameter]) for parameter in moved]
-        if moved and self._buffers_are_due:  # once a step, and only if it moved anything
-            self._buffers_are_due = False
-            kept = ((buffer, self._buffer_memory[name]) for name, buffer in self._buffers())
-            tensors += [(buffer, state) for buffer, state in kept if state]
         for chunk in chunks(tensors, lambda item: (item[0], item[1]["step"].item())):
             states = [state for _, state in chunk]
-            lives = [real(in_full(tensor, self.base.state.get(tensor, {}))) for tensor, _ in chunk]
+            lives = [tensor.detach() for tensor, _ in chunk]
             torch._foreach_add_([state["step"] for state in states], 1)
             t = int(states[0]["step"].item())
             for name, average in self.averages.items():
-                average.move_({p: [real(s[_key(name, p)]) for s in states] for p in average.parts}, lives, t)
+                average.move_({p: [s[_key(name, p)] for s in states] for p in average.parts}, lives, t)
 
     def _abandon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Nothing was changed."""

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.optim import weights
@@ -29,8 +29,6 @@ class Averaging(Optimizer, ABC):
     """Which weights `eval()` shows, in the group entry that says what the parameters hold."""
     _views: tuple[weights.KeepsAverage, ...]
     """What else `averaged_weights` may be given to show one of our averages."""
-    _buffered: nn.Module | None
-    """A module whose floating buffers are averaged too."""
     _inner: "Averaging | None"
     """An optimizer of this kind underneath: only one of the two may show an average."""
     _outer: "Averaging | None"
@@ -44,13 +42,12 @@ class Averaging(Optimizer, ABC):
         # the average that was shown when it was saved.
         self._loaded_live: dict[Tensor, Tensor] = {}
         self._loaded_name = self._returned_name
-        self._buffer_memory: dict[str, State] = {}
         # Not a setting: every checkpoint says which weights the parameters held when it was made.
         super().__init__(params, {**defaults, self.format.hold: "live"})
 
     def _complete(self) -> None:
         """What a kind of optimizer does not say itself, and what is not pickled."""
-        usual = {"_returned_name": "average", "_views": (), "_buffered": None}
+        usual = {"_returned_name": "average", "_views": ()}
         for name, value in {**usual, "_inner": None, "_outer": None, "after_exchange": None}.items():
             self.__dict__.setdefault(name, value)
 
@@ -92,22 +89,11 @@ class Averaging(Optimizer, ABC):
         yield from dict.fromkeys(parameter for group in self.param_groups for parameter in group["params"])
 
     def _remembered(self) -> Iterator[tuple[Tensor, State]]:
-        """All that is averaged, with its memory: parameters, and buffers where there are any."""
+        """Yield each parameter that is averaged, with its memory."""
         for parameter in self._members():
             state = self._memory.get(parameter)
             if state:
                 yield parameter, state
-        for name, buffer in self._buffers():
-            if self._buffer_memory.get(name):
-                yield buffer, self._buffer_memory[name]
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The floating buffers of the module whose buffers are averaged too, looked up anew each time:
-        moving a module replaces them."""
-        if self._buffered is not None:
-            for name, buffer in self._buffered.named_buffers():
-                if buffer.is_floating_point():
-                    yield name, buffer
 
     def returned_averages(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter with its returned average; one whose average is still live is left out."""
@@ -314,13 +300,6 @@ class Averaging(Optimizer, ABC):
                 if any(name.startswith(prefix) for name in state.get(key, {})):
                     live = self._live(parameter, self._memory[parameter])
                     state[key] = {prefix + "live": live, **state[key]}
-        if prefix + "buffers" in state:
-            own = dict(self._buffers())
-            saved = state[prefix + "buffers"].items()
-            state[prefix + "buffers"] = {
-                name: {"live": own[name].detach(), **entry} if entry and name in own else entry
-                for name, entry in saved
-            }
         return {**state_dict, "param_groups": groups, "state": state}
 
     @torch.no_grad()

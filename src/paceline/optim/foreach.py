@@ -1,7 +1,7 @@
 """The update for many tensors at once: `pace_step_` in torch's foreach operations, bit for bit.
 
-A step holds at most two temporaries of one chunk's size (one more of a single tensor's size under
-gain="relative"); chunks have at most `CHUNK_ELEMENTS` elements unless one tensor alone has more.
+A step holds at most two temporaries of one chunk's size; chunks have at most `CHUNK_ELEMENTS` elements
+unless one tensor alone has more.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ from paceline.optim.rule import (
     shares,
     stays_on_device,
 )
-from paceline.optim.sharded import means_of, mesh_of
+from paceline.optim.sharded import mesh_of
 
 # 64 MiB of float32: large enough that launches do not count, small beside any model worth the path.
 CHUNK_ELEMENTS = 2**24
@@ -42,16 +42,14 @@ class Lists(NamedTuple):
     returned: list[Tensor]  # modified; empty without return_power
     gaps: list[Tensor]  # average − live before the base step; empty under "lookahead"; used up
     denominators: list[Tensor]  # √v̂ + ε; used up
-    exp_avg_sqs: list[Tensor]  # v
 
 
-def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
-    """One step for all slots of a parameter group, in place; `scale` and `factor` as in `pace_step_`."""
+def foreach_step_(slots: Sequence[Slot], recipe: Recipe, scale: Scalar = 1.0) -> None:
+    """Take one step for all slots of a parameter group, in place; `scale` as in `pace_step_`."""
     on_device = stays_on_device(recipe)
     count_step_(slots)
     for chunk in chunks(slots, lambda slot: (slot.live, None if on_device else slot.step.item())):
-        live = chunk[0].live
-        _step_chunk_(chunk, recipe, on_device_of(live, scale), on_device_of(live, factor))
+        _step_chunk_(chunk, recipe, on_device_of(chunk[0].live, scale))
 
 
 def count_step_(slots: Sequence[Slot]) -> None:
@@ -82,7 +80,7 @@ def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Ite
         yield chunk
 
 
-def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scalar) -> None:
+def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar) -> None:
     lives, grads, exp_avgs, exp_avg_sqs, averages = (list(column) for column in list(zip(*chunk))[:5])
     at = at_step(chunk[0].step, recipe, scale)
     # On the host all steps of a chunk are equal; on the device nobody knows.
@@ -92,7 +90,8 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scala
     seed_averages_(chunk, ats)
     gaps = gaps_of(averages, lives, ats, recipe)
 
-    grads = counted(grads, recipe, factor)
+    if recipe.maximize:
+        grads = list(torch._foreach_neg(grads))
     if recipe.weight_decay != 0:
         torch._foreach_mul_(lives, _number(at.decay, lives))
     if exp_avgs[0] is None:  # without momentum the first moment is the gradient
@@ -112,16 +111,7 @@ def _step_chunk_(chunk: list[Slot], recipe: Recipe, scale: Scalar, factor: Scala
 
     if at.averaging is not False:
         returned = [slot.returned for slot in chunk if slot.returned is not None]
-        control_(Lists(lives, averages, returned, gaps, denominators, exp_avg_sqs), ats, recipe)
-
-
-def counted(grads: list[Tensor], recipe: Recipe, factor: Scalar) -> list[Tensor]:
-    """Gradients as often as they count, the other way round to maximize; the same where that is once."""
-    if isinstance(factor, Tensor) or factor != 1:
-        grads = list(torch._foreach_mul(grads, factor))
-    if recipe.maximize:
-        grads = list(torch._foreach_neg(grads))
-    return grads
+        control_(Lists(lives, averages, returned, gaps, denominators), ats, recipe)
 
 
 def gaps_of(averages: list[Tensor], lives: list[Tensor], ats: list[At], recipe: Recipe) -> list[Tensor]:
@@ -146,12 +136,12 @@ def denominators_of(exp_avg_sqs: list[Tensor], ats: list[At], eps: float) -> lis
 
 def control_(lists: Lists, ats: list[At], recipe: Recipe) -> None:
     """What follows the base step: pull live, which holds the raw step by now, and move the averages."""
-    lives, averages, returned, gaps, denominators, exp_avg_sqs = lists
+    lives, averages, returned, gaps, denominators = lists
     lookahead = recipe.gap == "lookahead"
     if lookahead:
         move_averages_(averages, lives, _each(ats, "rate"))
     if ats[0].pulling is not False:
-        gains = _gains_(denominators, exp_avg_sqs, averages, ats, recipe)
+        gains = _gains_(denominators, averages, ats, recipe)
         if lookahead:
             _lerp_lives_(lives, averages, gains)
         else:
@@ -206,7 +196,6 @@ def _each(ats: list[At], name: str) -> list[Any]:
 
 def _gains_(
     denominators: list[Tensor],
-    exp_avg_sqs: list[Tensor],
     averages: list[Tensor],
     ats: list[At],
     recipe: Recipe,
@@ -219,7 +208,7 @@ def _gains_(
     def terms(i: int) -> Terms:
         at, out = ats[i], denominators[i]
         strength = float(recipe.pullback_strength) * at.rate
-        return Terms(out, exp_avg_sqs[i], at.root_correction, at.lr, strength, out=out, scale=at.scale)
+        return Terms(out, at.lr, strength, out=out, scale=at.scale)
 
     if recipe.gain in NUMERATORS:
         gains = denominators
@@ -231,9 +220,6 @@ def _gains_(
                 own if at is ats[0] else numerator_of(recipe.gain, terms(i)) for i, at in enumerate(ats)
             ]
         torch._foreach_mul_(gains, _number(numbers, gains))
-    elif recipe.gain == "relative":  # means of all at once: they may be over several ranks
-        means = means_of(exp_avg_sqs, denominators[0].dtype)
-        gains = [RATIOS[recipe.gain](terms(i)._replace(mean=mean)) for i, mean in enumerate(means)]
     else:
         gains = [RATIOS[recipe.gain](terms(i)) for i in range(len(ats))]
     torch._foreach_clamp_max_(gains, gain_limit(recipe, gains[0].dtype))

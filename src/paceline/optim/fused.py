@@ -2,6 +2,7 @@
 
 import math
 import sys
+import weakref
 from array import array
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -13,10 +14,8 @@ from torch import Tensor
 from paceline.optim import chunking
 from paceline.optim.chunking import Few, chunks, segments
 from paceline.optim.launching import Kernel
-from paceline.optim.members import Ages, Members, is_plain
 from paceline.optim.onepass import (
     NOT_ALIKE,
-    NOT_PLAIN,
     Numbers,
     averages_of,
     is_on_gpu,
@@ -28,10 +27,8 @@ from paceline.optim.onepass import (
 )
 from paceline.optim.recipe import Recipe
 from paceline.optim.rule import NUMERATORS, Scalar, Slot, at_count, pulls_ever
-from paceline.optim.sharded import local
 from paceline.optim.state import State, scale_key
 from paceline.optim.storage import BLOCK
-from paceline.optim.told import Tell, Teller, Told
 
 TILES = {
     (torch.float32, 1): (1024, 4),
@@ -52,6 +49,8 @@ forward and backward of a small GPT lose more by that than its steps gain (bench
 SPARES = 8
 """How many captures there may be between two steps that are not captured."""
 
+DEVICES = ("cuda",)
+
 STORED = (torch.float32, torch.bfloat16, torch.int8)
 """Averages, or residuals."""
 
@@ -60,133 +59,137 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_NUMBERS = (0.0,) * (len(Numbers._fields) + 1)
 
 
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def missing(kind: str) -> str | None:
+    """Return what fused=True lacks on this kind of device, None if nothing."""
+    if kind not in DEVICES:
+        return "needs a GPU with CUDA"
+    return None if _has_triton() else "needs Triton, which is not installed"
+
+
 def refusal(slot: Slot) -> str | None:
-    """Why a parameter cannot take this path, in words that follow its name; None if it can."""
+    """Return why a parameter cannot take this path, in words that follow its name; None if it can."""
     live = slot.live
+    if (lacking := missing(live.device.type)) is not None:
+        return f"is on {live.device.type}: fused=True {lacking}; leave it out"
     for name, tensor in (("", live), ("has a gradient that ", slot.grad)):
         if tensor.dtype not in DTYPES:
-            return f"{name}is {tensor.dtype}; fused=True on a GPU is for float32, bfloat16 and float16"
+            return f"{name}is {tensor.dtype}; fused=True is for float32, bfloat16 and float16"
     if slot.average.dtype not in STORED:
         return f"is {live.dtype} and its state is of another precision than PACE gave it"
     if not lie_alike(slot):
         return NOT_ALIKE
-    if not is_plain(slot.grad):
-        return NOT_PLAIN
+    for name, tensor in (("", live), ("has a gradient that ", slot.grad)):
+        if not is_plain(tensor):
+            return f"{name}is not plain memory (a wrapper, a negative view); clone it"
     return None
 
 
-@cache
-def missing() -> str | None:
-    """What this path lacks on this machine, in words that follow "fused=True on a GPU"; None: nothing."""
-    return None if find_spec("triton") else "needs Triton, which is not installed"
+class Table:
+    """The launches of one parameter group, kept while its arrays are at the same addresses."""
 
+    def __init__(self) -> None:
+        self._rows: list[tuple[object, ...]] = []
+        self._launches: list[_Launch] = []
+        # A captured graph goes on to read what it was captured with, and nobody tells us of its end.
+        self._captured: list[object] = []
 
-def fused_step_(
-    members: Members,
-    recipe: Recipe,
-    scale: Scalar = 1.0,
-    factor: Scalar = 1.0,
-    skip: Tensor | None = None,
-    tell: Tell | None = None,
-) -> None:
-    """One step for all members, in place, whose counts are advanced already; `scale` and `factor` as in
-    `pace_step_`. Where `skip`, () on the device, is not 0, nothing changes. `tell` gets what was done."""
-    ages = _ages(members, recipe.capturable)
-    for launch in _launches(members, ages):
-        _set_gradients(launch, members)
-        told = launch.step_(ages.at(launch.places[0]), recipe, scale, factor, skip, tell is not None)
-        # As before the step: whoever changes a moment in between only has them added up anew.
-        if not launch.leaves_sums(recipe):
-            launch.added_up = None
-        elif launch.added_up is None:
-            launch.added_up = members.changes_of_moments()
-        if tell is not None:
-            tell.update(zip((members.parameters[i] for i in launch.places), told, strict=True))
-
-
-def sums_of_gradients(members: Members, capturable: bool) -> list[Tensor]:
-    """As in sharded.py, of all members."""
-    found = []
-    for launch in _launches(members, _ages(members, capturable)):
-        _set_gradients(launch, members)
-        found.append(launch.sums_of_gradients())
-    return found
-
-
-def _set_gradients(launch: "_Launch", members: Members) -> None:
-    if launch.set_gradients(members.addresses):
-        # What a replay reads has to stay, also where somebody replaces it.
-        members.memo.setdefault("captured", []).append((launch, members.hold()))
-
-
-def root_of_mean(members: Members, beta2: float, elements: int, capturable: bool) -> Tensor | None:
-    """The root of the sum of v̂ over all members, without those with a NaN or Inf, over so many elements; None
-    if none has stepped. () float32."""
-    ages = _ages(members, capturable)
-    root: Tensor | None = None
-    for launch in _launches(members, ages):
-        launch.elements = elements
-        count = ages.at(launch.places[0])
-        if capturable or count > 0:
-            changes = None if capturable else members.changes_of_moments()
-            part = launch.root_of_mean(beta2, count, elements, changes)
-            root = part if root is None else torch.hypot(root, part.to(root))
-    return root
-
-
-def _ages(members: Members, capturable: bool) -> Ages:
-    """How old each is; unknown to the host, and the same for all, if they are counted on the device."""
-    return Ages(math.nan, []) if capturable else members.ages()
-
-
-def _launches(members: Members, ages: Ages) -> "list[_Launch]":
-    """One for all tensors of a device, a precision and an age."""
-    if members.memo.get("younger") != ages.younger:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+    def update(self, slots: list[Slot], states: list[State], on_device: bool) -> None:
+        """Make launches for these arrays unless those of the last step are as good."""
+        ages = [0.0 if on_device else slot.step.item() for slot in slots]
+        rows = [
+            (*_row(slot, state), *_kind(slot, state), slot.step.data_ptr(), age - ages[0])
+            for slot, state, age in zip(slots, states, ages, strict=True)
+        ]
+        # No stream captures before CUDA is initialized, and asking would initialize it.
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+        if rows == self._rows:
+            if capturing:
+                self._captured.append((self._launches, slots, [list(state.values()) for state in states]))
+            return
+        if capturing:
             raise RuntimeError(
                 "take one step before you capture: with fused=True the first step, and the first after a "
                 "change of parameters or state, tells the device where they are"
             )
         alike: dict[object, list[int]] = {}
-        rests = members.rests()
-        for i, (slot, grad) in enumerate(zip(rests, members.grads, strict=True)):
+        for i, (slot, state, age) in enumerate(zip(slots, states, ages, strict=True)):
             if slot.live.numel():
-                live, dtypes = slot.live, (grad.dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
-                kind = live.device, live.dtype, *dtypes, _is_aligned(slot, members.states[i])
-                key = (*kind, ages.at(i) if ages.younger else None)
-                alike.setdefault(key, []).append(i)
-        members.memo["younger"] = ages.younger
-        members.memo["launches"] = [_Launch(members, rests, places) for places in alike.values()]
-    launches: list[_Launch] = members.memo["launches"]
-    return launches
+                alike.setdefault((*_kind(slot, state), age), []).append(i)
+        self._rows = rows
+        with torch.inference_mode(False):  # else no later step could write to what a launch keeps
+            self._launches = [_Launch(slots, states, places) for places in alike.values()]
+
+    def step_(self, slots: list[Slot], recipe: Recipe, scale: Scalar = 1.0) -> None:
+        """Take one step, in place, whose counts are advanced already; `scale` as in `pace_step_`."""
+        for launch in self._launches:
+            own = [slots[i] for i in launch.places]
+            launch.set_gradients(array("q", [slot.grad.data_ptr() for slot in own]))
+            launch.step_(_count(own, recipe), recipe, scale)
+            # As before the step: whoever changes a moment in between only has them added up anew.
+            if not launch.leaves_sums(recipe):
+                launch.added_up = None
+            elif launch.added_up is None:
+                launch.added_up = launch.changes_of_moments(own)
+
+    def root_of_mean(self, slots: list[Slot], recipe: Recipe, elements: int) -> Tensor | None:
+        """Return the root of the sum of v̂ over all slots, without those with a NaN or Inf, over so many
+        elements, () float32; None if none has stepped."""
+        root: Tensor | None = None
+        for launch in self._launches:
+            own = [slots[i] for i in launch.places]
+            launch.elements, count = elements, _count(own, recipe)
+            if recipe.capturable or count > 0:
+                changes = None if recipe.capturable else launch.changes_of_moments(own)
+                part = launch.root_of_mean(recipe.betas[1], count, elements, changes)
+                root = part if root is None else torch.hypot(root, part.to(root))
+        return root
 
 
-def _is_aligned(slot: Slot, state: State) -> bool:
-    arrays = (*slot[:6], state.get("live_rest"))
-    return all(local(array).data_ptr() % 16 == 0 for array in arrays if array is not None)
+def _count(slots: list[Slot], recipe: Recipe) -> float:
+    """The steps that each has taken; NaN if they are counted on the device."""
+    return math.nan if recipe.capturable else slots[0].step.item()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its elements are what lies at its address: no wrapper, no negative view, no unwritten zeros."""
+    known = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return known and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
+def _row(slot: Slot, state: State) -> tuple[int, ...]:
+    """The row of a slot in the table of kernel.py."""
+    others = (state.get(scale_key(name)) for name in ("average", "returned"))
+    own = row_of(slot)
+    return (own[0], *own[2:], *(0 if other is None else other.data_ptr() for other in others))
+
+
+def _kind(slot: Slot, state: State) -> tuple[object, ...]:
+    """What all slots of a launch have in common, but their age."""
+    live, dtypes = slot.live, (slot.grad.dtype, slot.exp_avg_sq.dtype, slot.average.dtype)
+    aligned = all(array.data_ptr() % 16 == 0 for array in (live, *slot[2:6]) if array is not None)
+    return live.device, live.dtype, *dtypes, averages_of(slot), slot.exp_avg is not None, aligned
 
 
 class _Launch:
     """Tensors that one launch advances, and where they are: of one device, precision, storage and age."""
 
-    def __init__(self, members: Members, rests: list[Slot], places: list[int]) -> None:
+    def __init__(self, all_slots: list[Slot], states: list[State], places: list[int]) -> None:
         self.places = places
-        """Which of the members they are."""
-        slots = [rests[i] for i in places]
+        """Which of the slots they are."""
+        slots = [all_slots[i] for i in places]
         live = slots[0].live
         self._device, self._dtype, self._stored = live.device, live.dtype, slots[0].average.dtype
-        self._grad_dtype, self._moments = members.grads[places[0]].dtype, slots[0].exp_avg_sq.dtype
+        self._grad_dtype, self._moments = slots[0].grad.dtype, slots[0].exp_avg_sq.dtype
         self._momentum, self._averages = slots[0].exp_avg is not None, averages_of(slots[0])
         self._block, self._warps = TILES[self._stored, self._averages]
-        self._aligned = _is_aligned(slots[0], members.states[places[0]])
+        self._aligned = bool(_kind(slots[0], states[places[0]])[-1])
         self._sizes = tuple(slot.live.numel() for slot in slots)
-        rows = []
-        for slot, i in zip(slots, places, strict=True):
-            state = members.states[i]
-            others = (state.get(key) for key in (scale_key("average"), scale_key("returned"), "live_rest"))
-            addresses = (0 if other is None else local(other).data_ptr() for other in others)
-            row = row_of(slot)
-            rows.append((row[0], *row[2:], *addresses))
+        rows = [_row(slot, states[i]) for slot, i in zip(slots, places, strict=True)]
         self._table = torch.tensor(rows, dtype=torch.int64).to(self._device)
         self._chunks = chunks(self._device, self._sizes, self._block)
         self._programs = len(self._chunks)
@@ -216,32 +219,27 @@ class _Launch:
         self.added_up: int | None = None
         """What `changes_of_moments` was at the step that left the sums which are at hand; None: none did."""
         self._guard = torch.cuda.device(self._device if self._device.type == "cuda" else -1)
-        # In the host's memory, which torch gives to others once it is free while the device may still write
-        # there: these stay until that is done.
-        averages = [average for slot in slots for average in (slot.average, slot.returned)]
-        self._on_host = [each for each in averages if each is not None and each.device != live.device]
-        self._done: torch.cuda.Event | None = None
+        self._seen: list[weakref.ref[Tensor]] = []
 
-    def __del__(self) -> None:
-        done: torch.cuda.Event | None = getattr(self, "_done", None)
-        if done is not None:
-            done.synchronize()
+    def changes_of_moments(self, slots: list[Slot]) -> int | None:
+        """Return a number that grows if anybody else changes a second moment; None if nobody counts."""
+        moments = [slot.exp_avg_sq for slot in slots]
+        if len(moments) != len(self._seen) or any(r() is not v for r, v in zip(self._seen, moments)):
+            self._seen, self.added_up = list(map(weakref.ref, moments)), None
+        return None if any(map(Tensor.is_inference, moments)) else sum(v._version for v in moments)
 
-    def set_gradients(self, addresses: "array[int]") -> bool:
-        """Where they are at this step; those of all members. Whether that was captured."""
+    def set_gradients(self, addresses: "array[int]") -> None:
+        """Tell the device where they are at this step."""
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # They often come back to where they were, with nothing to send; but a replay sends those of its own.
-        if addresses is self._sent and not capturing and not self._captured:
-            return False
-        whole = len(addresses) == len(self.places)
-        own = addresses if whole else array("q", [addresses[i] for i in self.places])
+        if addresses == self._sent and not capturing and not self._captured:
+            return
         if capturing:  # what is replayed is the copy, so that what is copied has to stay
-            self._grads.copy_(self._pinned(own), non_blocking=True)
+            self._grads.copy_(self._pinned(addresses), non_blocking=True)
         else:
-            self._grads.copy_(torch.frombuffer(own, dtype=torch.int64), non_blocking=True)
-        self._sent = addresses  # those of the members, made anew where any of them has moved
-        self._grads_aligned = _are_aligned(own)
-        return capturing
+            self._grads.copy_(torch.frombuffer(addresses, dtype=torch.int64), non_blocking=True)
+        self._sent = addresses
+        self._grads_aligned = _are_aligned(addresses)
 
     def _pinned(self, addresses: "array[int]") -> Tensor:
         """Addresses in memory that stays as it is."""
@@ -255,17 +253,8 @@ class _Launch:
             self._captured[key] = self._spares.pop().copy_(torch.frombuffer(addresses, dtype=torch.int64))
         return self._captured[key]
 
-    def step_(
-        self,
-        count: float,
-        recipe: Recipe,
-        scale: Scalar,
-        factor: Scalar = 1.0,
-        skip: Tensor | None = None,
-        tell: bool = False,
-    ) -> list[Told]:
-        """The step of that count; of NaN, if they are counted on the device. What it did to each, if it is to
-        tell."""
+    def step_(self, count: float, recipe: Recipe, scale: Scalar) -> None:
+        """Take the step of that count; of NaN, if they are counted on the device."""
         on_device = recipe.capturable or is_on_gpu(recipe.lr)
         # What a kernel does not look at is None: some are slower by up to 4 % with arguments of no use.
         table, ages, t = None, None, 0
@@ -282,48 +271,38 @@ class _Launch:
             pulls, averages = bool(at.pulling), self._averages if at.averaging else 0
         pull = "none" if not pulls else "over" if recipe.gain in NUMERATORS else "uniform"
         multiple = self._number(scale) if recipe.gain == "scaled" and pulls else self._one
-        # What live has beyond an average that rests changes too; to tell of one is to load it; and at a first
-        # step, which may be one that moves none, they begin as live.
-        if self._stored != torch.float32 or tell or count == 1:
+        # What live has beyond an average that rests changes too; and at a first step, which may be one that
+        # moves none, they begin as live.
+        if self._stored != torch.float32 or count == 1:
             averages = self._averages
-        teller = Teller(self._device, self._sizes, self._block) if tell else None
         few = self._few if self.leaves_sums(recipe) and self.elements and not recipe.capturable else None
         share = 0.0 if few is None else _share(recipe.betas[1], count, self.elements)
-        multiplies = isinstance(factor, Tensor) or factor != 1
         how = (
-            pull, averages, recipe.rounding if self._dtype == torch.bfloat16 else "nearest",
-            recipe.gap == "lookahead" and pull != "none", self._parts if self.leaves_sums(recipe) else 0,
-            tell, multiplies, skip is not None, on_device, self._grads_aligned,
-            few is not None,
+            pull, averages, recipe.gap == "lookahead" and pull != "none",
+            self._parts if self.leaves_sums(recipe) else 0,
+            on_device, self._grads_aligned, few is not None,
         )  # fmt: skip
         self._run(
             self._kernels.get(how) or self._step_kernel(how),
             (
                 self._table, self._grads, self._chunks, multiple,
-                self._number(factor) if multiplies else None, None if skip is None else self._number(skip),
                 self._sums, *self._places_of_root(few, self._next_root),
-                *(teller.arrays if teller is not None else (None, None, None)),
                 table, ages, t, None if few is None else share, *numbers,
             ),
         )  # fmt: skip
         self._share = None
         if few is not None:
             self._share, self._root, self._next_root = share, self._next_root, self._root
-        if self._on_host and averages and not torch.cuda.is_current_stream_capturing():
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(torch.cuda.current_stream(self._device))
-        return [] if teller is None else teller.told()
 
     def _step_kernel(self, how: tuple[Any, ...]) -> Kernel:
         from paceline.optim import kernel
 
-        pull, averages, rounding, lookahead, sums, tell, factor, skip, on_device, grads_aligned, root = how
+        pull, averages, lookahead, sums, on_device, grads_aligned, root = how
         constants = {
             "OF": self._dtype, "GRAD": self._grad_dtype, "MOMENTS": self._moments,
-            "MOMENTUM": self._momentum, "ROUNDING": rounding, "STORAGE": self._stored,
+            "MOMENTUM": self._momentum, "STORAGE": self._stored,
             "PULL": pull, "LOOKAHEAD": lookahead, "AVERAGES": averages, "SUMS": sums,
-            **self._constants_of_root(root), "TELL": tell,
-            "FACTOR": factor, "SKIP": skip, "ON_DEVICE": on_device, "ALIGNED": self._aligned,
+            **self._constants_of_root(root), "ON_DEVICE": on_device, "ALIGNED": self._aligned,
             "GRAD_ALIGNED": grads_aligned, "KEPT": self._kept, "BLOCK": self._block,
         }  # fmt: skip
         return self._kernel(how, kernel.step, self._programs, constants, self._warps)
@@ -359,16 +338,6 @@ class _Launch:
         if isinstance(number, Tensor):
             return number.to(self._device, torch.float32)
         return self._one if number == 1 else torch.full_like(self._one, number)
-
-    def sums_of_gradients(self) -> Tensor:
-        """(2,) float64: the sum of squares, and 0 or NaN."""
-        from paceline.optim.kernel_before import squares
-
-        sums = torch.empty((2, self._programs), dtype=torch.float32, device=self._device)
-        constants = {"GRAD": self._grad_dtype, "ALIGNED": self._grads_aligned, "BLOCK": self._block}
-        made = self._kernel(("squares", self._grads_aligned), squares, self._programs, constants, self._warps)
-        self._run(made, (self._table, self._grads, self._chunks, sums))
-        return sums.sum(1, dtype=torch.float64)
 
     def root_of_mean(self, beta2: float, count: float, elements: int, changes: int | None) -> Tensor:
         """The root of the sum of all v̂ over so many elements, without tensors that have a NaN or Inf: as the

@@ -8,11 +8,9 @@ Only the last chunk of a tensor is masked, so that all others load and store 16 
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(9)
-"""Of the table: live, both moments, average, returned, elements, scales of average and of returned, what
-bfloat16 drops of live. Gradients move, and have a table of their own."""
-TOLD = tl.constexpr(8)
-"""What a program tells of its chunk, in the order of told.Sums; lengths squared."""
+COLUMNS = tl.constexpr(8)
+"""Of the table: live, both moments, average, returned, elements, scales of average and of returned.
+Gradients move, and have a table of their own."""
 NUMBERS = tl.constexpr(16)
 """Of a row of `numbers`: those of onepass.Numbers, and whether it is a first step."""
 
@@ -45,9 +43,8 @@ def _store(
         tl.store(start + offsets, value.to(OF))
 
 
-# --- How weights and averages are kept: storage.py says it, and what follows is the same ---------------
+# --- How averages are kept: storage.py says it, and what follows is the same ---------------
 
-OF_LIVE, OF_M, OF_V = tl.constexpr(0x40000000), tl.constexpr(0x80000000), tl.constexpr(0xC0000000)  # salts
 BLOCK_OF_SCALE = tl.constexpr(128)
 LARGEST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -77,32 +74,6 @@ def _at_random(value, noise):
     rounded = tl.where((bits & NOT_FINITE) == NOT_FINITE, largest, bits.to(tl.float32, bitcast=True))
     finite = (value.to(tl.uint32, bitcast=True) & NOT_FINITE) != NOT_FINITE
     return tl.where(finite, rounded, value)
-
-
-@triton.jit
-def _joined(
-    live_at, rest_at, first, offsets, count,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    """Weights of which bfloat16 has one half, and the rest the other."""
-    # 16 bits, which float32 holds whole.
-    upper = load(live_at, first, offsets, count, tl.int16, ALIGNED, MASKED, KEPT).to(tl.int32) << 16
-    rest = load(rest_at, first, offsets, count, tl.int16, ALIGNED, MASKED, KEPT).to(tl.int32)
-    rest = tl.where(((upper & 0x7FFFFFFF) == 0) & (rest < 0), 0, rest)  # as storage.py says
-    return (upper + rest).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _split(
-    live_at, rest_at, first, offsets, count, live, ALIGNED: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    bits = live.to(tl.int32, bitcast=True)
-    finite = (bits & NOT_FINITE) != NOT_FINITE
-    upper = (bits + 0x8000) & -0x10000
-    upper = tl.where(finite, upper, live.to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True))
-    rest = tl.where(finite, bits - upper, 0)
-    _store(live_at, first, offsets, count, (upper >> 16).to(tl.int16), tl.int16, ALIGNED, MASKED)
-    _store(rest_at, first, offsets, count, rest.to(tl.int16), tl.int16, ALIGNED, MASKED)
 
 
 @triton.jit
@@ -171,23 +142,19 @@ def _moved(average, live, keep, move):
 
 @triton.jit
 def _advance(
-    row, grad_at, first, count, scale, sums, told, picked, sample, t,
+    row, grad_at, first, count, scale, sums, t,
     sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
     rate, limit, keep, move, keep_returned, move_returned, fresh,
     OF: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr, MOMENTUM: tl.constexpr,
-    ROUNDING: tl.constexpr, STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
-    AVERAGES: tl.constexpr, SUMS: tl.constexpr, TELL: tl.constexpr,
+    STORAGE: tl.constexpr, PULL: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    AVERAGES: tl.constexpr, SUMS: tl.constexpr,
     ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, MASKED: tl.constexpr, KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
-    live_at, m_at, v_at, rest_at = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 8)
-    if ROUNDING == "master":
-        before = _joined(live_at, rest_at, first, offsets, count, ALIGNED, MASKED, KEPT)
-    else:
-        before = load(live_at, first, offsets, count, OF, ALIGNED, MASKED, KEPT)
-    given = load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED, KEPT)
-    grad = sign * given
+    live_at, m_at, v_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    before = load(live_at, first, offsets, count, OF, ALIGNED, MASKED, KEPT)
+    grad = sign * load(grad_at, first, offsets, count, GRAD, GRAD_ALIGNED, MASKED, KEPT)
     m = grad
     if MOMENTUM:
         m = load(m_at, first, offsets, count, MOMENTS, ALIGNED, MASKED, KEPT)
@@ -204,8 +171,6 @@ def _advance(
             before, at, scale_at, first, offsets, count, STORAGE, ALIGNED, MASKED, KEPT, BLOCK
         )
         returned = tl.where(fresh != 0.0, before, returned)
-    if TELL:
-        gap = average - before
 
     if MOMENTUM:
         m = tl.fma(grad - m, new_m, m)
@@ -227,74 +192,27 @@ def _advance(
         gain = tl.where(gain > limit, limit, gain)
         way_there = average - ((before + way) if LOOKAHEAD else before)
         way = tl.fma(gain, way_there, way)
-    # The averages are of `new`, and residuals are of `live`: the weights as they are stored.
-    new = before + way
-    live = new
-    if ROUNDING == "master":
-        _split(live_at, rest_at, first, offsets, count, new, ALIGNED, MASKED)
-    else:
-        if ROUNDING == "stochastic":
-            live = _at_random(new, _noise(first, offsets, t, OF_LIVE))
-            m = _at_random(m, _noise(first, offsets, t, OF_M))
-            v = _at_random(v, _noise(first, offsets, t, OF_V))
-        else:
-            live = new.to(OF).to(tl.float32)
-            new = live
-        _store(live_at, first, offsets, count, live, OF, ALIGNED, MASKED)
+    # Averages are of the weights as they are stored.
+    live = (before + way).to(OF).to(tl.float32)
+    _store(live_at, first, offsets, count, live, OF, ALIGNED, MASKED)
     if MOMENTUM:
         _store(m_at, first, offsets, count, m, MOMENTS, ALIGNED, MASKED)
     _store(v_at, first, offsets, count, v, MOMENTS, ALIGNED, MASKED)
     if SUMS > 0:
         store_sums(sums, v, first, offsets, count, MOMENTS, MASKED, SUMS, BLOCK)
-    if TELL:
-        step = (new if ROUNDING == "master" else live) - before
-        if PULL == "none":
-            _tell(
-                told, picked, sample, first, offsets, count, given, gap, step,
-                0.0, 0.0, 0.0, 1.0, MASKED, BLOCK,
-            )  # fmt: skip
-        else:
-            _tell(
-                told, picked, sample, first, offsets, count, given, gap, step - gain * way_there,
-                gain * way_there, gain, ratio, limit, MASKED, BLOCK,
-            )  # fmt: skip
     if AVERAGES > 0:
         if not LOOKAHEAD:
-            average = _moved(average, new, keep, move)
+            average = _moved(average, live, keep, move)
         _keep_average(
             average, live, tl.load(row + 3), tl.load(row + 6), first, offsets, count, t,
             0, STORAGE, ALIGNED, MASKED, BLOCK,
         )  # fmt: skip
     if AVERAGES > 1:
-        returned = _moved(returned, new, keep_returned, move_returned)
+        returned = _moved(returned, live, keep_returned, move_returned)
         _keep_average(
             returned, live, tl.load(row + 4), tl.load(row + 7), first, offsets, count, t,
             1, STORAGE, ALIGNED, MASKED, BLOCK,
         )  # fmt: skip
-
-
-@triton.jit
-def _tell(
-    told, picked, sample, first, offsets, count,
-    grad, gap, step, pull, gain, ratio, limit, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sums over a chunk, and the gains and ratios of some of its elements; `step` is without the pull."""
-    zeros = tl.zeros((BLOCK,), tl.float32)
-    pulls, gains, ratios = zeros + pull, zeros + gain, zeros + ratio
-    inside = offsets < (count - first if MASKED else BLOCK)
-    tl.store(told, tl.sum((inside & (gains >= limit)).to(tl.float32)))
-    tl.store(told + 1, tl.sum(tl.where(inside, gains, 0.0)))
-    tl.store(told + 2, tl.sum(tl.where(inside, ratios, 0.0)))
-    tl.store(told + 3, tl.sum(grad * gap))
-    tl.store(told + 4, tl.sum(tl.where(inside, pulls * pulls, 0.0)))
-    tl.store(told + 5, tl.sum(tl.where(inside, step * step, 0.0)))
-    tl.store(told + 6, tl.sum(gap * gap))
-    tl.store(told + 7, tl.sum(grad * grad))
-    stride, start = tl.load(picked), tl.load(picked + 1)
-    places = first + offsets
-    at, chosen = sample + 2 * (start + places // stride), inside & (places % stride == 0)
-    tl.store(at, gains, mask=chosen)
-    tl.store(at + 1, ratios, mask=chosen)
 
 
 @triton.jit
@@ -339,19 +257,14 @@ def leave_root(sums, starts, arrived, share, root, TENSORS: tl.constexpr, PARTS:
         tl.store(arrived, 0)
 
 
-@triton.jit(do_not_specialize=["scale", "factor", "skip", "t"])  # which are not always as torch allocates
+@triton.jit(do_not_specialize=["scale", "t"])  # which are not always as torch allocates
 def step(
     table,  # (tensors, COLUMNS) int64
     grads,  # (tensors,) int64: addresses
     chunks,  # (programs, 2) int64: a tensor, and the first of the elements of it that are a program's
     scale,  # () float32, for gain="scaled"; otherwise 1
-    factor,  # () float32: how many times the gradient counts, if FACTOR
-    skip,  # () float32: nothing is done unless it is 0, if SKIP
     sums,  # (programs, SUMS) float32: of the second moments of each chunk
     starts, arrived, root,  # as in `leave_root`, if ROOT
-    told,  # (programs, TOLD) float32, if TELL
-    picked,  # (tensors, 2) int64: how far apart the elements of a sample are, and where in `sample` it begins
-    sample,  # (all that are picked, 2) float32: gains and ratios, if TELL
     numbers,  # (tensors, NUMBERS) float32, instead of those that follow if ON_DEVICE
     ages,  # (tensors,) int64, instead of t if ON_DEVICE
     t,  # int64, the count of this step
@@ -362,7 +275,6 @@ def step(
     GRAD: tl.constexpr,  # dtype of the gradient
     MOMENTS: tl.constexpr,  # dtype of moments
     MOMENTUM: tl.constexpr,  # whether there is a first moment
-    ROUNDING: tl.constexpr,  # "nearest", "stochastic" or "master"
     STORAGE: tl.constexpr,  # dtype of averages: float32, or that of residuals
     PULL: tl.constexpr,  # "none", "uniform", or "over": a number over √v̂ + ε
     LOOKAHEAD: tl.constexpr,
@@ -371,25 +283,16 @@ def step(
     ROOT: tl.constexpr,  # whether they are few, and their root is left too
     TENSORS: tl.constexpr,
     PARTS: tl.constexpr,
-    TELL: tl.constexpr,  # what it does; averages must be there
-    FACTOR: tl.constexpr,
-    SKIP: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     ALIGNED: tl.constexpr,  # all addresses of the table are multiples of 16 bytes
     GRAD_ALIGNED: tl.constexpr,
     KEPT: tl.constexpr,  # as in `load`
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if SKIP:  # noqa: SIM102
-        if tl.load(skip) != 0.0:
-            return
     program = tl.program_id(0).to(tl.int64)
     tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
     row = table + tensor * COLUMNS
     grad_at, count = tl.load(grads + tensor), tl.load(row + 5)
-    if TELL:
-        told += program * TOLD
-        picked += 2 * tensor
     if ON_DEVICE:
         t = tl.load(ages + tensor)
         own = numbers + tensor * NUMBERS
@@ -398,24 +301,20 @@ def step(
         eps, step_size, numerator = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
         rate, limit, keep, move = tl.load(own + 9), tl.load(own + 10), tl.load(own + 11), tl.load(own + 12)
         keep_returned, move_returned, fresh = tl.load(own + 13), tl.load(own + 14), tl.load(own + 15)
-    if FACTOR:
-        sign *= tl.load(factor)
     if first + BLOCK <= count:
         _advance(
-            row, grad_at, first, count, scale, sums + program * SUMS, told, picked,
-            sample, t,
+            row, grad_at, first, count, scale, sums + program * SUMS, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, TELL,
+            OF, GRAD, MOMENTS, MOMENTUM, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS,
             ALIGNED, GRAD_ALIGNED, False, KEPT, BLOCK,
         )  # fmt: skip
     else:
         _advance(
-            row, grad_at, first, count, scale, sums + program * SUMS, told, picked,
-            sample, t,
+            row, grad_at, first, count, scale, sums + program * SUMS, t,
             sign, shrink, new_m, old_v, new_v, root_factor, eps, step_size, numerator,
             rate, limit, keep, move, keep_returned, move_returned, fresh,
-            OF, GRAD, MOMENTS, MOMENTUM, ROUNDING, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS, TELL,
+            OF, GRAD, MOMENTS, MOMENTUM, STORAGE, PULL, LOOKAHEAD, AVERAGES, SUMS,
             ALIGNED, GRAD_ALIGNED, True, KEPT, BLOCK,
         )  # fmt: skip
     if ROOT:

@@ -26,21 +26,6 @@ def add_up(
 
 
 @triton.jit
-def squares(table, grads, chunks, sums, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the gradient of each chunk the sum of squares, and after all of those 0 or, if it has a NaN or Inf,
-    NaN: `sums` is (2, programs) float32."""
-    program = tl.program_id(0).to(tl.int64)
-    tensor, first = tl.load(chunks + 2 * program), tl.load(chunks + 2 * program + 1)
-    offsets, count = tl.arange(0, BLOCK), tl.load(table + tensor * COLUMNS + 5)
-    if first + BLOCK <= count:
-        grad = load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, False, "")
-    else:
-        grad = load(tl.load(grads + tensor), first, offsets, count, GRAD, ALIGNED, True, "")
-    tl.store(sums + program, tl.sum(grad * grad))
-    tl.store(sums + tl.num_programs(0) + program, tl.sum(grad * 0.0))
-
-
-@triton.jit
 def mean(
     sums,  # float32: of chunks, or of parts of them
     segments,  # (programs, 2) int64: the first sum of each, and that after its last, at most WIDTH further on

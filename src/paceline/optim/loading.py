@@ -89,7 +89,7 @@ def admit(
         wanted = format.wanted(settings)
         both = ("average", "returned")
         shaped = {*format.required, *wanted, *both, *map(residual_key, both)} - {"step"}
-        shaped |= {"live", "live_rest", "exp_avg"}
+        shaped |= {"live", "exp_avg"}
         if format.ignored:
             _note_of_other_updates(notes, saved)
         for i, (parameter, key) in enumerate(zip(own["params"], saved["params"])):
@@ -173,12 +173,8 @@ def take_in(
     wanted = format.wanted(group)
     # In a namespace of its own, what is not wanted is of an average that is no longer kept.
     ours = (*wanted, *format.scalars, "unseeded") if format.prefix else own
-    # What is kept on the host does not come to the device first.
-    stays = wanted if group.get("offload") else ()
     state = {
-        key: value.detach().to("cpu" if key in stays else live.device, copy=True)
-        if isinstance(value, Tensor)
-        else value
+        key: value.detach().to(live.device, copy=True) if isinstance(value, Tensor) else value
         for key, value in own.items()
         if key in ours and key not in ("step", "live", *_ADAMW_ONLY_STATE)
     }
@@ -190,7 +186,7 @@ def take_in(
         state.update(copied(state, "average", "returned"))
     for key in wanted:
         if not keeps(state, key):
-            state.update(seeded(live, key, storage, bool(group.get("offload"))))
+            state.update(seeded(live, key, storage))
             state["unseeded"] = torch.tensor(True)
     return {key: state[key] for key in sorted(state)}
 
@@ -206,8 +202,6 @@ def _without_leftovers(own: dict[str, Any], saved: dict[str, Any], format: Forma
     never = set()
     if saved.get(format.hold) == "live":
         never.add("live")
-    if saved.get("rounding") != "master":
-        never.add("live_rest")
     if "return_power" in saved and saved["return_power"] is None:
         never.update(parts_of("returned"))
     kept = {k: v for k, v in own.items() if k not in never and not (isinstance(v, dict) and not v)}

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.optim.rule import Scalar
 from paceline.optim.sharded import OverRanks, layout_of, mesh_of, sums_of
-from paceline.optim.state import real
 
 
 class SecondMoment(NamedTuple):
@@ -32,12 +31,12 @@ def second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> SecondM
     found = _adam_value(state)
     if found is not None and "betas" in group:
         value, is_fresh = found
-        return SecondMoment(real(value), _root_correction(state, group), float(group["eps"]), is_fresh)
+        return SecondMoment(value, _root_correction(state, group), float(group["eps"]), is_fresh)
     for key in ("square_avg", "sum"):  # RMSprop and Adadelta; Adagrad
         if isinstance(state.get(key), Tensor):
-            value, is_fresh = real(state[key]), False
+            value, is_fresh = state[key], False
             if isinstance(state.get("grad_avg"), Tensor):  # RMSprop, centered
-                value, is_fresh = (value - real(state["grad_avg"]).square()).clamp_(min=0), True
+                value, is_fresh = (value - state["grad_avg"].square()).clamp_(min=0), True
             return SecondMoment(value, 1.0, float(group["eps"]), is_fresh)
     found = _adafactor_value(state)
     if found is not None:
@@ -57,7 +56,7 @@ def model_scale(members: Members) -> Scalar:
     Of parameters that have not stepped yet nothing is known, they count as 0. So does a tensor with a NaN or
     Inf: it spoils itself, and must not spoil the rest.
     """
-    elements = sum(real(parameter).numel() for parameter, _, _ in members)
+    elements = sum(parameter.numel() for parameter, _, _ in members)
     return ask_scale(members, (), elements, OverRanks())()
 
 

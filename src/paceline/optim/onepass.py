@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from paceline.optim.recipe import Recipe
-from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, gain_limit, seed_average_, shares
+from paceline.optim.rule import NUMERATORS, At, Scalar, Slot, gain_limit, shares
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class Numbers(NamedTuple):
-    """Of one step, for float32; in this order they are arguments of native.c and kernel.py. Floats, or
+    """Of one step, for float32; in this order they are arguments of kernel.py. Floats, or
     tensors of several steps on a device."""
 
-    sign: Scalar  # of the gradient, and how many times it counts: −1 to maximize
+    sign: Scalar  # of the gradient: −1 to maximize
     shrink: Scalar  # η · weight decay; 1 less it would lose its last digits in float32
     new_m: Scalar  # 1 − β₁, which in float32 would be off by 1e-5 if β₁ were rounded first
     old_v: Scalar  # β₂
@@ -33,8 +33,8 @@ class Numbers(NamedTuple):
     move_returned: Scalar
 
 
-def numbers_of(at: At, recipe: Recipe, scale: float, factor: float = 1.0) -> Numbers:
-    """`scale` and `factor` as in `pace_step_`, or 1 where they are multiplied in later."""
+def numbers_of(at: At, recipe: Recipe, scale: float) -> Numbers:
+    """Return the numbers of a step; `scale` as in `pace_step_`, or 1 where it is multiplied in later."""
     strength = recipe.pullback_strength
     numerator: Scalar = strength
     if recipe.gain in NUMERATORS:
@@ -45,7 +45,7 @@ def numbers_of(at: At, recipe: Recipe, scale: float, factor: float = 1.0) -> Num
     # A user's 1 may be an integer, which Triton would build into a kernel that is kept for other numbers too.
     beta1, beta2 = map(float, recipe.betas)
     return Numbers(
-        sign=-factor if recipe.maximize else factor,
+        sign=-1.0 if recipe.maximize else 1.0,
         shrink=1 - float(at.decay),
         new_m=1 - beta1,
         old_v=beta2,
@@ -114,21 +114,13 @@ def log_of(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-def seed_averages_(slots: list[Slot]) -> None:
-    """At a first step; it is rare enough for a pass of its own."""
-    for slot in slots:
-        for average in (slot.average, slot.returned):
-            if average is not None:
-                seed_average_(average, slot.live, t=1)
-
-
 def averages_of(slot: Slot) -> int:
     """How many a parameter has."""
     return 1 if slot.returned is None else 2
 
 
 def row_of(slot: Slot) -> tuple[int, ...]:
-    """A Tensor of native.c and a row of the table of kernel.py: six addresses, and how many elements."""
+    """The first part of a row in the table of kernel.py: six addresses, and how many elements."""
     live, grad, exp_avg, exp_avg_sq, average, returned, _ = slot
     second = average if returned is None else returned
     moments = 0 if exp_avg is None else exp_avg.data_ptr(), exp_avg_sq.data_ptr()
@@ -145,4 +137,3 @@ def lie_alike(slot: Slot) -> bool:
 
 
 NOT_ALIKE = "and its gradient and state do not lie alike in memory, without gaps; make them contiguous"
-NOT_PLAIN = "has a gradient that is not plain memory (a wrapper, a negative view); clone it"

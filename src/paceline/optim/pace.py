@@ -6,23 +6,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import (
-    Optimizer,
-    ParamsT,
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    _use_grad_for_differentiable,
-)
+from torch.optim.optimizer import ParamsT
 
 from paceline.optim import recipe, weights
 from paceline.optim.averaging import Averaging
-from paceline.optim.gradients import Scaled, look_at, refuse_to_skip
+from paceline.optim.fused import Table
 from paceline.optim.loading import ADAMW_ONLY_SETTINGS, Format, Saved, take_in
-from paceline.optim.members import Fits, Members
-from paceline.optim.recipe import AverageDtype, Gain, Gap, Recipe, Rounding
-from paceline.optim.sharded import OverRanks
+from paceline.optim.recipe import AverageDtype, Gain, Gap
 from paceline.optim.state import (
     State,
     allocate,
@@ -31,20 +22,10 @@ from paceline.optim.state import (
     is_expanded,
     kept_as,
     name_of,
-    refusal,
     returned_key,
-    settled,
+    storage_refusal,
 )
-from paceline.optim.told import Tell
-from paceline.optim.work import ONE_PASS_NAMES, Whole, path_name, plan_all, scale_before, will_tell
-
-
-def _recipe(group: dict[str, Any], members: Members) -> Recipe:
-    """That of a group: of the last step, if nothing was set since."""
-    known: Recipe | None = members.memo.get("recipe")
-    if known is None or not known.is_still(group):
-        known = members.memo["recipe"] = Recipe.of(group)
-    return known
+from paceline.optim.work import path_name, plan_all, scale_before
 
 
 def _packed(live: Tensor, state: State, group: dict[str, Any]) -> State:
@@ -80,13 +61,11 @@ class PACE(Averaging):
         betas, eps, weight_decay: AdamW's. With betas[0] = 0 no first moment is kept: with one average, a step
             then takes the memory of AdamW.
         pullback_strength: c in the paper. 0 is exactly AdamW with an EMA beside it. None: 15 for "scaled",
-            3e-3 for "paper"; the other gains have no usual one. A strength wants its gain beside it.
+            3e-3 for "paper"; "uniform" has no usual one. A strength wants its gain beside it.
         gain: how a coordinate's pull is sized. "scaled", what None stands for: as above; the loss may have
             any scale, and weights are pulled whose gradients are small beside the model's, such as those of
             queries and keys. "paper": without the scale; c has the units of a curvature. "uniform": rate ·
-            strength for all. "relative": rate · strength · clip(rms(√v̂)/(√v̂+eps), ¼, 4), the rms of each
-            tensor, which does not depend on loss scale, learning rate or size. For these two a strength in
-            (−1, 0) pushes away.
+            strength for all. A strength in (−1, 0) then pushes away.
         ema_power: κ in the paper, 0 to 1. 1 averages all iterates alike, 0 makes the average live. None: 0.2
             for "scaled", else 0.5.
         update_every: pull and average at every n-th step only.
@@ -101,24 +80,10 @@ class PACE(Averaging):
             "bfloat16" (2) and "int8" (1.03) as live − average, rounded at random (docs/storage.md). Whoever
             then changes live weights from outside moves their averages along. A loaded state is turned
             into what is asked for here.
-        rounding: of bfloat16 weights; others have no need of it. "nearest", as in torch: a step below 1/256
-            of a weight moves it nowhere. "stochastic": they and their moments are rounded up or down at
-            random, right on the mean, and take no memory more. "master": the 16 bits that bfloat16 drops are
-            kept beside them (2 bytes a weight) and moments in float32: float32 weights, bit for bit.
-        offload: keep averages of weights on a GPU in the host's memory, which a step reaches over the bus: no
-            bytes of the GPU, and slow but for a large update_every. For average_dtype="float32".
-        max_grad_norm: gradients count as if clipped to this norm, taken over all of the optimizer's, as by
-            torch's clip_grad_norm_; they are not changed, and on a GPU they are read once less. The norm of
-            the last step is `optimizer.grad_norm`.
-        skip_nonfinite: skip the whole step if a gradient of a group that says so has a NaN or Inf: one host
-            read a step, none with capturable=True on a GPU. There a `torch.amp.GradScaler` leaves unscaling
-            and skipping to us. Whether the last step was skipped is `optimizer.skipped`.
-        foreach, maximize, capturable, differentiable: as in torch.optim.AdamW. foreach=True and False are the
-            same to the bit in float32 and float64. None: on a CPU torch's fused AdamW takes the step, mostly
-            with the pull, if gain is "paper" or "scaled" and gap is "pre": quicker, and rounded otherwise.
+        foreach, maximize, capturable: as in torch.optim.AdamW. foreach=True and False are the
+            same to the bit in float32 and float64.
         fused: in one pass over memory. None: on a GPU where it can be, by one launch of a Triton kernel for
-            all tensors of a precision. True also on a CPU, for float32, by a function in C that is built
-            once, in seconds, with the compiler at hand. What the machine lacks for it is said in a warning;
+            all tensors of a precision. True: refused where that cannot be, on a CPU for one.
             `repr(optimizer)` says which path is taken. It is not kept in saved states.
 
     >>> import torch, paceline
@@ -136,7 +101,7 @@ class PACE(Averaging):
         check=recipe.check,
         wanted=averages_of,
         # How things are kept is for the optimizer at hand to say: whatever is loaded is turned into that.
-        ignored=ADAMW_ONLY_SETTINGS | {"average_dtype", "rounding", "offload"},
+        ignored=ADAMW_ONLY_SETTINGS | {"average_dtype"},
         packed=_packed,
     )
 
@@ -158,15 +123,10 @@ class PACE(Averaging):
         gap: Gap = "pre",
         return_power: float | None = None,
         average_dtype: AverageDtype = "float32",
-        rounding: Rounding = "nearest",
-        offload: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
-        differentiable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -183,25 +143,13 @@ class PACE(Averaging):
             "gap": gap,
             "return_power": return_power,
             "average_dtype": average_dtype,
-            "rounding": rounding,
-            "offload": offload,
-            "max_grad_norm": max_grad_norm,
-            "skip_nonfinite": skip_nonfinite,
             "foreach": foreach,
             "fused": fused,
             "maximize": maximize,
             "capturable": capturable,
-            "differentiable": differentiable,
         }
         recipe.check(recipe.completed(recipe.with_gain(defaults)))
-        self._fits = Fits()
-        self.grad_norm: Tensor | None = None
-        """Of all gradients of the last step, before they were clipped; () float64, with max_grad_norm."""
-        self.skipped: bool | Tensor = False
-        """Whether skip_nonfinite skipped the last step; with capturable=True on the device, where not 0 is
-        yes."""
-        self.telling: Tell | None = None
-        """Where the next step, and no other, tells what it does; for `probe`."""
+        self._tables: dict[int, Table] = {}
         super().__init__(params, defaults)
 
     # --- Groups and state -------------------------------------------------------------------------
@@ -217,7 +165,7 @@ class PACE(Averaging):
         group = self.param_groups[-1]
         group["parameters_hold"] = self.param_groups[0]["parameters_hold"]
         for i, parameter in enumerate(group["params"]):
-            reason = refusal(parameter, group)
+            reason = storage_refusal(parameter, group["average_dtype"])
             if not is_lazy(parameter) and is_expanded(parameter):
                 reason = (
                     f"is an expanded tensor (strides {parameter.stride()}): several elements share one "
@@ -232,56 +180,25 @@ class PACE(Averaging):
                 self.state[parameter] = allocate(parameter, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_loaded_live", "_loaded_name", "_buffer_memory", "grad_norm", "skipped")
+        names = ("_loaded_live", "_loaded_name")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._fits = Fits()  # first: what it keeps may be what makes room
-        self.skipped = False  # of one that was pickled before there was such a thing
-        self.telling = None
+        self._tables = {}
         super().__setstate__(state)
-        for group in self.param_groups:  # of one that was pickled before there were such settings
-            for name, value in (("rounding", "nearest"), ("offload", False), ("max_grad_norm", None)):
-                group.setdefault(name, value)
 
     def __repr__(self) -> str:
         paths = [f"    step of group {i}: {path_name(group)}" for i, group in enumerate(self.param_groups)]
         return "\n".join([super().__repr__().removesuffix(")").rstrip(), *paths, ")"])
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Asked by `torch.amp.GradScaler`: whether step() unscales, and skips itself, on the device."""
-        return all(
-            group["capturable"] and path_name(group) == ONE_PASS_NAMES["cuda"] for group in self.param_groups
-        )
-
-    def eval(self) -> None:
-        """Put the average into the parameters, until `train()` or the next `step()`."""
-        self._fits.clear()  # averages change places
-        super().eval()
-
     # --- The step ---------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on the live weights and update the averages.
 
         After a forgotten `eval()` the live weights are put back first.
         """
-        if _is_watched(self):
-            return _watched_step(self) if closure is None else _watched_step(self, closure)
-        if torch.compiler.is_compiling():
-            return _compiled_step(self, closure)
-        enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self.defaults["differentiable"])
-        try:
-            return self._step(closure)
-        finally:
-            torch._C._set_grad_enabled(enabled)
-
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        tell: Tell | None = None
-        if not torch.compiler.is_compiling():
-            tell, self.telling = self.telling, None
         self.make_ready_to_step()
         loss = None
         if closure is not None:
@@ -289,38 +206,12 @@ class PACE(Averaging):
                 loss = closure()
             self._put_live_back()  # a closure that evaluates may end in eval()
 
-        works = plan_all(self.state, self.param_groups, self._fits)
-        scaled = Scaled(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        # Whatever is to be known of the whole model is added up over ranks at once.
-        over_ranks = OverRanks()
-        look = look_at(works, scaled, over_ranks)
-        scale_of = scale_before(self.state, works, over_ranks)
-        gradients = look()
-        self.grad_norm, self.skipped = gradients.norm, gradients.skip
-        if gradients.skip is True:
-            return loss
-        skip = gradients.skip if isinstance(gradients.skip, Tensor) else None
-        if skip is not None:
-            refuse_to_skip(works)
-        scale = scale_of()
-        for group, members, path, anew, _ in works:
-            if anew:
-                self._seed_again(members.parameters, group)
-            if members.parameters:
-                whole = Whole(scale, gradients.factor(group["max_grad_norm"]), skip, tell)
-                path(members, _recipe(group, members), whole)
+        works = plan_all(self.state, self.param_groups, self._tables)
+        scale = scale_before(self.state, works)
+        for work in works:
+            self._seed_again(work.parameters, work.group)
+            work.step_(scale)
         return loss
-
-    def will_tell(self, number: int) -> bool:
-        """Whether the next step of a group can tell what it does: its path could, the last time."""
-        return will_tell(self.param_groups[number], number, self._fits)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's. While the parameters hold the average, it also has the `live` weights."""
-        for parameter, state in self.state.items():
-            if "average" in state:
-                settled(state["average"], parameter)
-        return super().state_dict()
 
     # --- Averages: what `Averaging` asks of us ----------------------------------------------------
 
@@ -356,31 +247,3 @@ class PACE(Averaging):
         if saved is not None:
             return take_in(parameter, saved.own, group, self.format, group["average_dtype"])
         return allocate(parameter, group) if parameter.requires_grad and not is_lazy(parameter) else None
-
-
-# --- Hooks, and what a profiler sees ------------------------------------------------------------------
-
-# Torch wraps the `step` of every optimizer, to call hooks and to name it to a profiler. With neither, that
-# takes a fifth of a step of 320 small tensors, so that here it is only done where there is one.
-PACE.step.hooked = True  # type: ignore[attr-defined]  # by which torch sees that it need not
-_compiled_step: Any = _use_grad_for_differentiable(PACE._step)
-_watched_step: Any = Optimizer.profile_hook_step(_compiled_step)
-
-
-def _is_watched(optimizer: PACE) -> bool:
-    """Whether a step has hooks to call, or a profiler looks on, and torch does not see to them after all."""
-    watched = (
-        profiler._is_profiler_enabled
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
-    return bool(watched) and not _is_torchs(type(optimizer).step)
-
-
-def _is_torchs(step: Any) -> bool:
-    """Whether a step goes through torch's wrapper: others may have wrapped it too, and in any order."""
-    while step is not None and getattr(step, "__code__", None) is not _watched_step.__code__:
-        step = getattr(step, "__wrapped__", None)
-    return step is not None

@@ -13,7 +13,7 @@ from paceline.optim.loading import Format
 from paceline.optim.moments import SecondMoment, model_scale, second_moment
 from paceline.optim.recipe import Gain, Gap, Recipe, check_control, completed
 from paceline.optim.rule import At, Scalar, at_step, on_device_of, seed_average_, stays_on_device
-from paceline.optim.state import State, averages_of, real, returned_key
+from paceline.optim.state import State, averages_of, returned_key
 from paceline.optim.wrapper import Wrapper, refuse_averaging_base
 
 
@@ -47,7 +47,7 @@ class Pullback(Wrapper):
         base: the optimizer to wrap. Schedule-Free optimizers and PACE are refused.
         pullback_strength: c of gain="paper" and "scaled"; the dimensionless R of the other two. None: as in
             `PACE`, by the gain that is given here; 3e-3 where none is.
-        gain: "paper" (lr · c / (√v̂ + eps)), "scaled" and "relative" use the base's second moment and are
+        gain: "paper" (lr · c / (√v̂ + eps)) and "scaled" use the base's second moment and are
             refused where it keeps none. None: "paper" where it keeps one, else "uniform" (R for all
             coordinates), decided at the first step, group by group.
         ema_power, update_every, ema_offset, ema_scale, max_gain, gap, return_power: as in `PACE`.
@@ -170,7 +170,6 @@ def control_recipe(group: dict[str, Any], control: dict[str, Any]) -> Recipe:
         weight_decay=0.0,
         maximize=False,
         capturable=bool(group.get("capturable")),
-        differentiable=False,
         **control,
     )
 
@@ -208,12 +207,12 @@ def prepare(
         there = on_device_of(alike[0], scale)
         ats = [at_step(state["step"] + 1, recipe, there) for state in (states if on_device else states[:1])]
         ats = ats if on_device else ats * len(states)
-        lives = [real(parameter) for parameter in alike]
+        lives = list(alike)
         if on_device or ats[0].t == 1:
             for live, state, at in zip(lives, states, ats, strict=True):
                 for average in state.keys() & {"average", "returned"}:
-                    seed_average_(real(state[average]), live, at.t)
-        averages = [real(state["average"]) for state in states]
+                    seed_average_(state[average], live, at.t)
+        averages = [state["average"] for state in states]
         prepared.append(Chunk(alike, states, ats, gaps_of(averages, lives, ats, recipe)))
     return prepared
 
@@ -237,45 +236,41 @@ def finish_(
     torch._foreach_add_([state["step"] for state in states], 1)
     if ats[0].averaging is False:
         return
-    averages = [real(state["average"]) for state in states]
-    values, denominators = averages, averages
+    averages = [state["average"] for state in states]
+    denominators = averages
     if ats[0].pulling is not False and recipe.gain == "uniform":
         denominators = [torch.empty_like(average) for average in averages]
     elif ats[0].pulling is not False:
-        values, denominators, ats = _sized([moment_of(chunk.parameters[i]) for i in moved], ats, recipe, base)
+        denominators, ats = _sized([moment_of(chunk.parameters[i]) for i in moved], ats, recipe, base)
     lists = Lists(
-        lives=[real(chunk.parameters[i]) for i in moved],
+        lives=[chunk.parameters[i] for i in moved],
         averages=averages,
-        returned=[real(state["returned"]) for state in states if "returned" in state],
+        returned=[state["returned"] for state in states if "returned" in state],
         gaps=[chunk.gaps[i] for i in moved] if chunk.gaps else [],
         denominators=list(denominators),
-        exp_avg_sqs=values,
     )
     control_(lists, ats, recipe)
 
 
 def _sized(
     moments: list[SecondMoment | None], ats: list[At], recipe: Recipe, base: str
-) -> tuple[list[Tensor], list[Tensor], list[At]]:
-    """Second moments, √v̂ + ε, and the scalars with the base's own bias correction."""
+) -> tuple[list[Tensor], list[At]]:
+    """Return √v̂ + ε, and the scalars with the base's own bias correction."""
     known = [moment for moment in moments if moment is not None]
     if len(known) < len(moments):
         raise RuntimeError(
             f'gain="{recipe.gain}" sizes the pull by the second moment of the base optimizer, and {base} '
             'keeps none; use gain="uniform", whose strength is a plain number such as 0.3'
         )
-    values = [moment.value for moment in known]
     ats = _corrected(ats, [moment.root_correction for moment in known])
-    return values, _denominators(known, values, ats, recipe), ats
+    return _denominators(known, ats), ats
 
 
-def _denominators(
-    moments: list[SecondMoment], values: list[Tensor], ats: list[At], recipe: Recipe
-) -> list[Tensor]:
-    """√v̂ + ε, written over the values that were made for this, unless the gain asks for them."""
-    fresh = [] if recipe.gain == "relative" else [moment.value for moment in moments if moment.is_fresh]
+def _denominators(moments: list[SecondMoment], ats: list[At]) -> list[Tensor]:
+    """Return √v̂ + ε, written over the values that were made for this."""
+    fresh = [moment.value for moment in moments if moment.is_fresh]
     if not fresh:
-        return denominators_of(values, ats, moments[0].eps)
+        return denominators_of([moment.value for moment in moments], ats, moments[0].eps)
     torch._foreach_sqrt_(fresh)
     kept = [moment.value for moment in moments if not moment.is_fresh]
     roots = iter(torch._foreach_sqrt(kept) if kept else ())

@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass, fields
 from numbers import Integral
-from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from paceline.optim.checks import is_number, require
 
-Gain = Literal["paper", "uniform", "relative", "scaled"]
+Gain = Literal["paper", "uniform", "scaled"]
 Gap = Literal["pre", "lookahead"]
 AverageDtype = Literal["float32", "bfloat16", "int8"]
-Rounding = Literal["nearest", "stochastic", "master"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,26 +32,18 @@ class Recipe:
     return_power: float | None
     maximize: bool
     capturable: bool
-    differentiable: bool
-    rounding: Rounding = "nearest"
 
     @staticmethod
     def of(group: dict[str, Any]) -> "Recipe":
         return Recipe(**{name: group[name] for name in _NAMES if name in group})
 
-    def is_still(self, group: dict[str, Any]) -> bool:
-        """Whether this is the recipe of a group that has all settings, each the very same object."""
-        return all(map(is_, _SETTINGS_OF(group), _VALUES_OF(self)))
-
 
 _NAMES = tuple(field.name for field in fields(Recipe))
-_SETTINGS_OF, _VALUES_OF = itemgetter(*_NAMES), attrgetter(*_NAMES)
 
 
 USUAL: dict[str, dict[str, float | None]] = {
     "paper": {"pullback_strength": 3e-3, "ema_power": 0.5, "return_power": None},
     "uniform": {"ema_power": 0.5},
-    "relative": {"ema_power": 0.5},
     "scaled": {"pullback_strength": 15.0, "ema_power": 0.2, "return_power": 0.7},
 }
 """What is taken where the user says nothing. Strengths of two gains have nothing to do with each other."""
@@ -170,51 +160,22 @@ def _check_averages(group: dict[str, Any]) -> None:
 
 
 def _check_switches(group: dict[str, Any]) -> None:
-    for name in ("maximize", "capturable", "differentiable", "skip_nonfinite", "offload"):
+    for name in ("maximize", "capturable"):
         require(isinstance(group[name], bool), f"{name} value", group[name], "True or False")
     require(group["foreach"] in (None, True, False), "foreach value", group["foreach"], "None, True, False")
     _check_fused(group)
     _check_storage(group)
-    if group["foreach"] and group["differentiable"]:
-        raise ValueError("foreach=True does not support differentiable=True; use foreach=False")
 
 
 def _check_fused(group: dict[str, Any]) -> None:
     require(group["fused"] in (None, True, False), "fused value", group["fused"], "None, True, False")
-    if not group["fused"]:
-        return
-    for name in ("foreach", "differentiable"):
-        if group[name]:
-            raise ValueError(f"fused=True and {name}=True exclude each other; use one of the two")
-    if group["gain"] == "relative":
-        raise ValueError(
-            'fused=True goes over the weights once, and gain="relative" needs a mean of each tensor first; '
-            'use gain="scaled", or leave fused out'
-        )
+    if group["fused"] and group["foreach"]:
+        raise ValueError("fused=True and foreach=True exclude each other; use one of the two")
 
 
 def _check_storage(group: dict[str, Any]) -> None:
     kept, allowed = group["average_dtype"], get_args(AverageDtype)
     require(kept in allowed, "average_dtype value", kept, ", ".join(map(repr, allowed)))
-    if kept != "float32" and group["differentiable"]:
-        raise ValueError(
-            f"average_dtype={kept!r} rounds at random, which has no derivative for differentiable=True; "
-            "use one of the two"
-        )
-    if kept != "float32" and group["offload"]:
-        raise ValueError(
-            f"offload=True keeps averages on the host between the steps that move them, and what live has "
-            f"beyond them (average_dtype={kept!r}) changes at every step; use one of the two"
-        )
-    rounding, allowed = group["rounding"], get_args(Rounding)
-    require(rounding in allowed, "rounding value", rounding, ", ".join(map(repr, allowed)))
-    if rounding != "nearest" and group["differentiable"]:
-        raise ValueError(f"rounding={rounding!r} excludes differentiable=True; use one of the two")
-    norm = group["max_grad_norm"]
-    ok = norm is None or (is_number(norm) and norm > 0.0)
-    require(ok, "max_grad_norm value", norm, "None, or > 0")
-    if norm is not None and group["differentiable"]:
-        raise ValueError("max_grad_norm and differentiable=True exclude each other; clip before the step")
 
 
 def check(group: dict[str, Any]) -> None:

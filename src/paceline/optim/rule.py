@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from paceline.optim.recipe import Gain, Recipe
-from paceline.optim.sharded import means_of
 
 Scalar = float | Tensor
 
@@ -36,13 +35,10 @@ class Terms(NamedTuple):
     """What a ratio may be made of."""
 
     denominator: Tensor  # √v̂ + ε, at least float32
-    exp_avg_sq: Tensor  # v, same shape
-    root_correction: Scalar  # √(1 − β₂ᵗ)
     lr: Scalar  # η in force at this step
     strength: Scalar  # every ratio is proportional to it
     out: Tensor | None  # where to write the ratio, shaped like denominator and perhaps denominator itself
     scale: Scalar = 1.0  # root mean square of √v̂ over the whole model, before this step
-    mean: Tensor | None = None  # of v, where it is known already; a NaN or Inf counts as 0
 
 
 def paper_numerator(lr: Scalar, strength: Scalar, scale: Scalar) -> Scalar:
@@ -88,19 +84,9 @@ def uniform_ratio(terms: Terms) -> Tensor:
     return out.fill_(terms.strength)
 
 
-def relative_ratio(terms: Terms) -> Tensor:
-    """R_i = R · clip(rms(√v̂) / (√v̂_i + ε), ¼, 4): blind to loss scale, learning rate and size."""
-    # A NaN or Inf gradient spoils its own coordinate, not the whole tensor's mean.
-    mean = means_of([terms.exp_avg_sq], terms.denominator.dtype)[0] if terms.mean is None else terms.mean
-    rms = mean.sqrt() / terms.root_correction
-    spread = torch.mul(torch.reciprocal(terms.denominator, out=terms.out), rms, out=terms.out)
-    return torch.mul(torch.clamp(spread, 0.25, 4.0, out=terms.out), terms.strength, out=terms.out)
-
-
 RATIOS: dict[Gain, Callable[[Terms], Tensor]] = {
     **{gain: partial(_over_denominator, gain) for gain in NUMERATORS},
     "uniform": uniform_ratio,
-    "relative": relative_ratio,
 }
 
 
@@ -166,7 +152,7 @@ def at_count(t: Scalar, recipe: Recipe, scale: Scalar = 1.0) -> At:
     beta1, beta2 = recipe.betas
 
     step_size = lr / (1 - beta1**t) * -1
-    if isinstance(step_size, Tensor) and not on_device and not recipe.differentiable:
+    if isinstance(step_size, Tensor) and not on_device:
         step_size = step_size.item()
 
     averaging: bool | Tensor = True if recipe.update_every == 1 else t % recipe.update_every == 0
@@ -238,11 +224,10 @@ def seed_average_(average: Tensor, live: Tensor, t: Scalar) -> None:
         average.copy_(live)
 
 
-def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar = 1.0) -> None:
+def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0) -> None:
     """One step of Algorithm 1 for one parameter, in place. The reference.
 
-    `scale` is for gain="scaled": the root mean square of √v̂ over the model, before this step. The gradient
-    counts `factor` times, to clip it.
+    `scale` is for gain="scaled": the root mean square of √v̂ over the model, before this step.
 
     The AdamW part follows torch's foreach order of operations, so that strength 0 equals
     `torch.optim.AdamW` bit for bit.
@@ -251,8 +236,6 @@ def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar =
     beta1, beta2 = recipe.betas
     step += 1
     at = at_step(step, recipe, on_device_of(live, scale))
-    if isinstance(factor, Tensor) or factor != 1:
-        grad = grad * on_device_of(grad, factor)
     if recipe.maximize:
         grad = -grad
     seed_average_(average, live, at.t)
@@ -266,9 +249,9 @@ def pace_step_(slot: Slot, recipe: Recipe, scale: Scalar = 1.0, factor: Scalar =
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = exp_avg_sq.sqrt() / at.root_correction + recipe.eps
     if isinstance(at.step_size, Tensor):
-        live.addcdiv_(_kept(m, recipe), denominator / at.step_size)
+        live.addcdiv_(m, denominator / at.step_size)
     else:
-        live.addcdiv_(_kept(m, recipe), denominator, value=at.step_size)
+        live.addcdiv_(m, denominator, value=at.step_size)
 
     if at.averaging is not False:
         control_(slot, gap, denominator, at, recipe)
@@ -281,12 +264,12 @@ def control_(slot: Slot, gap: Tensor | None, denominator: Tensor, at: At, recipe
     if lookahead:
         move_average_(average, live, at.rate)
     if at.pulling is not False:
-        gain = _gain(denominator.to(average.dtype), _kept(slot.exp_avg_sq, recipe), at, recipe)
+        gain = _gain(denominator.to(average.dtype), at, recipe)
         if gap is not None:
             pull_(live, gap, gain)
         else:
-            start = _kept(live, recipe).to(average.dtype)
-            live.copy_(torch.lerp(start, _kept(average, recipe), gain))
+            start = live.to(average.dtype)
+            live.copy_(torch.lerp(start, average, gain))
     if not lookahead:
         move_average_(average, live, at.rate)
     if slot.returned is not None:
@@ -301,15 +284,10 @@ def pull_(live: Tensor, gap: Tensor, gain: Tensor) -> None:
         live.add_(gap * gain)
 
 
-def _kept(tensor: Tensor, recipe: Recipe) -> Tensor:
-    """What autograd keeps for backward must not move on with the next update in place."""
-    return tensor.clone() if recipe.differentiable else tensor
-
-
-def _gain(denominator: Tensor, exp_avg_sq: Tensor, at: At, recipe: Recipe) -> Tensor:
+def _gain(denominator: Tensor, at: At, recipe: Recipe) -> Tensor:
     """λ_{t,i} = min(β_t R_i, max_gain), 0 on a device step that pulls nothing."""
-    strength, correction = float(recipe.pullback_strength) * at.rate, at.root_correction
-    terms = Terms(denominator, exp_avg_sq, correction, at.lr, strength, out=None, scale=at.scale)
+    strength = float(recipe.pullback_strength) * at.rate
+    terms = Terms(denominator, at.lr, strength, out=None, scale=at.scale)
     gain = RATIOS[recipe.gain](terms)
     gain = gain.clamp(max=gain_limit(recipe, gain.dtype))
     return torch.where(at.pulling, gain, 0.0) if isinstance(at.pulling, Tensor) else gain

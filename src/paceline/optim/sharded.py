@@ -1,8 +1,7 @@
 """What a parameter sharded over several ranks (a DTensor) needs; nothing else here knows of them."""
 
-import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -97,48 +96,6 @@ def sums_of(tensors: "list[Tensor]") -> Tensor:
     else:
         sums = torch.stack(torch._foreach_norm(parts, 1, dtype))
     return sums
-
-
-def means_of(tensors: "list[Tensor]", dtype: torch.dtype) -> "list[Tensor]":
-    """The mean of each, () in that precision, whole on every rank; a NaN or Inf counts as 0.
-
-    All of them are sharded, or none.
-    """
-    if tensors[0].requires_grad or not _is_sharded(tensors[0]):  # a derivative goes through torch's own
-        return [tensor.to(dtype).nan_to_num(nan=0.0, posinf=0.0).mean() for tensor in tensors]
-    over_ranks = OverRanks()
-    asked = []
-    for tensor in tensors:
-        spared = local(tensor).to(dtype).nan_to_num(nan=0.0, posinf=0.0)
-        asked.append(over_ranks.ask(spared.sum() / max(tensor.numel(), 1), tensor))
-    return [mean() for mean in asked]
-
-
-def sums_of_gradients(grads: "Iterable[Tensor]", over_ranks: OverRanks) -> "list[Callable[[], Tensor]]":
-    """For each layout among them (2,) float64, whole on every rank: the sum of squares, and 0 or, if a
-    gradient has a NaN or Inf, NaN."""
-    alike: dict[object, list[Tensor]] = {}
-    for grad in grads:
-        alike.setdefault(layout_of(grad), []).append(grad)
-    return [over_ranks.ask(squares_of(list(map(local, own))), own[0]) for own in alike.values()]
-
-
-def squares_of(grads: "list[Tensor]") -> Tensor:
-    """Likewise for plain ones of one device and precision."""
-    both = torch.zeros(2, dtype=torch.float64, device=grads[0].device)
-    parts = [grad for grad in grads if grad.numel()]  # a rank may have none
-    if parts:
-        dtype = torch.promote_types(parts[0].dtype, torch.float32)
-        squares = torch.stack(torch._foreach_norm(parts, 2, dtype)).abs().double()
-        both[0] = squares.square().sum()
-        on_host = parts[0].device.type == "cpu" and not torch.compiler.is_compiling()
-        # A squared norm may overflow where all is finite, so the largest are looked at too; on a CPU, where
-        # that takes three times as long as the norm, only then. 0 times what is not finite is NaN, and a NaN
-        # survives the sum over tensors and ranks.
-        if not (on_host and squares.isfinite().all()):
-            most = torch.stack(torch._foreach_norm(parts, math.inf, dtype)).abs().double()
-            both[1] = (most * 0).sum()
-    return both
 
 
 def sharded_like(value: Tensor, tensor: Tensor) -> Tensor:

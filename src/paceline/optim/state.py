@@ -3,15 +3,13 @@
 step        () float64   this parameter's own optimizer steps
 exp_avg     like live    first moment            exp_avg_sq  like live    second moment
 average     ≥ float32    control average         returned    ≥ float32    only with return_power
-live_rest   int16        what bfloat16 drops     of live, only with rounding="master"; moments are float32
 live        like live    only while the parameter shows its average: the weights to go on from
 
 With average_dtype="bfloat16" or "int8", instead of an average, what live has beyond it (storage.py):
 average_residual, returned_residual   like live, in that precision
 average_scale, returned_scale         (blocks,) float32, only with int8
 
-With betas[0] = 0 the first moment is the gradient, and is not kept. With offload=True averages of weights on
-a GPU are in the host's memory.
+With betas[0] = 0 the first moment is the gradient, and is not kept.
 """
 
 from typing import Any
@@ -21,11 +19,11 @@ from torch import Tensor
 
 from paceline.optim.recipe import AverageDtype
 from paceline.optim.sharded import local, mesh_of, sharded_like, whole
-from paceline.optim.storage import SALTS, STORAGES, decode, encode_, joined, scales_of
+from paceline.optim.storage import SALTS, STORAGES, decode, encode_, scales_of
 
 State = dict[str, Tensor]
 
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def name_of(group: dict[str, Any], number: int, i: int) -> str:
@@ -46,15 +44,6 @@ def averages_of(group: dict[str, Any]) -> tuple[str, ...]:
 def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
     """The moments that a parameter of this group has."""
     return ("exp_avg", "exp_avg_sq") if group["betas"][0] != 0 else ("exp_avg_sq",)
-
-
-def is_split(live: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter is the upper half of the weights that are trained."""
-    return live.dtype == torch.bfloat16 and group["rounding"] == "master"
-
-
-def _moment_dtype(live: Tensor, group: dict[str, Any]) -> torch.dtype:
-    return torch.float32 if is_split(live, group) else live.dtype
 
 
 def returned_key(state: State) -> str:
@@ -93,35 +82,21 @@ def storage_of(state: State, name: str) -> AverageDtype:
 def average_of(state: State, name: str, live: Tensor) -> Tensor:
     """An average of a parameter with these live weights: the one kept, or made now. At least float32."""
     if name in state:
-        return settled(state[name], live)
+        return state[name]
     codes, scale = state[residual_key(name)], state.get(scale_key(name))
     if scale is not None and mesh_of(codes) is not None:
         # Loaded from one process into an optimizer that will keep it otherwise: its blocks are of the whole.
         residual = sharded_like(decode(whole(codes), whole(scale)), codes)
     else:
         residual = decode(codes, scale)
-    return in_full(live, state) - residual.to(live.device)
-
-
-def settled(average: Tensor, live: Tensor) -> Tensor:
-    """An average that the host may read: on the host, once the device has written it."""
-    if live.is_cuda and average.device.type == "cpu":
-        torch.cuda.synchronize(live.device)
-    return average
-
-
-def in_full(live: Tensor, state: State) -> Tensor:
-    """The weights that are trained: live, and what bfloat16 drops of it where that is kept."""
-    rest = state.get("live_rest")
-    whole = rest is None or live.dtype != torch.bfloat16 or rest.shape != live.shape
-    return live.detach() if whole or rest is None else joined(live, rest.to(live.device))
+    return live.detach() - residual.to(live.device)
 
 
 def keep_average_(state: State, name: str, live: Tensor, average: Tensor) -> None:
     """Write an average that `average_of` made and a step has moved, beside the live weights it left."""
     codes = local(state[residual_key(name)])
     residual = torch.empty_like(codes, dtype=torch.float32)
-    torch.sub(local(in_full(live, state)), local(average), out=residual)
+    torch.sub(local(live.detach()), local(average), out=residual)
     encode_(codes, state.get(scale_key(name)), residual, state["step"], SALTS[name])
 
 
@@ -172,12 +147,11 @@ def _lie_alike(codes: Tensor, live: Tensor) -> bool:
     return codes.numel() == 0 or all(a == b for size, a, b in strides if size > 1)
 
 
-def seeded(live: Tensor, name: str, storage: AverageDtype = "float32", offload: bool = False) -> State:
+def seeded(live: Tensor, name: str, storage: AverageDtype = "float32") -> State:
     """The entries of an average that is live."""
     live = live.detach()
     if storage == "float32":
-        average = live.to(average_dtype(live), copy=True)
-        return {name: on_host(average) if offload and live.is_cuda else average}
+        return {name: live.to(average_dtype(live), copy=True)}
     codes = torch.zeros_like(live, dtype=STORAGES[storage].dtype, memory_format=torch.preserve_format)
     if storage == "bfloat16":
         return {residual_key(name): codes}
@@ -187,9 +161,11 @@ def seeded(live: Tensor, name: str, storage: AverageDtype = "float32", offload: 
 
 def storage_refusal(live: Tensor, storage: AverageDtype) -> str | None:
     """Why an average cannot be kept so, in words that follow the parameter's name; None if it can."""
+    if live.is_complex():
+        return f"is {live.dtype}; complex parameters are not supported: train torch.view_as_real of it"
     if storage == "float32":
         return None
-    # Who trains in float64 asked for more digits than a residual keeps; complex weights have no one size.
+    # Who trains in float64 asked for more digits than a residual keeps.
     if live.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return (
             f"is {live.dtype}; average_dtype={storage!r} is for float32, bfloat16 and float16 parameters; "
@@ -203,23 +179,6 @@ def storage_refusal(live: Tensor, storage: AverageDtype) -> str | None:
     return None
 
 
-def refusal(live: Tensor, group: dict[str, Any]) -> str | None:
-    """Why a parameter cannot be kept as its group says, in words that follow its name; None if it can."""
-    if group["rounding"] != "nearest" and live.dtype == torch.float16:
-        return (
-            f"is float16; rounding={group['rounding']!r} is for bfloat16 (float32 has no need of it); give "
-            'it a group with rounding="nearest"'
-        )
-    return storage_refusal(live, group["average_dtype"])
-
-
-def on_host(average: Tensor) -> Tensor:
-    """An average in memory of the host that the device can reach."""
-    if average.device.type == "cpu" and average.is_pinned():
-        return average
-    return torch.empty_like(average, device="cpu", pin_memory=True).copy_(average)
-
-
 # --- The state of a parameter -----------------------------------------------------------------------
 
 
@@ -228,11 +187,9 @@ def allocate(live: Tensor, group: dict[str, Any]) -> State:
     live = live.detach()
     state = {"step": torch.zeros((), dtype=torch.float64, device=step_device(live, group))}
     for name in moments_of(group):
-        state[name] = torch.zeros_like(live, dtype=_moment_dtype(live, group))
-    if is_split(live, group):
-        state["live_rest"] = torch.zeros_like(live, dtype=torch.int16)
+        state[name] = torch.zeros_like(live)
     for name in averages_of(group):
-        state |= seeded(live, name, group["average_dtype"], group["offload"])
+        state |= seeded(live, name, group["average_dtype"])
     return state
 
 
@@ -244,6 +201,8 @@ def allocate_averages(
     The count goes on from the base's, where it keeps one: wrapped late, averages begin with live, and
     move at the rate of a run that is that old.
     """
+    if reason := storage_refusal(live, "float32"):
+        raise ValueError(f"a parameter {reason}")
     taken = base.get("step", 0)
     step = torch.tensor(float(taken), dtype=torch.float64, device=step_device(live, group))
     state = {"step": step, **{key: live.detach().to(average_dtype(live), copy=True) for key in wanted}}
@@ -259,7 +218,7 @@ def take_averages(live: Tensor, state: State, keys: tuple[str, ...]) -> None:
     """Let the averages be live."""
     for key in keys:
         if key in state and state[key].shape == live.shape and not state[key].is_meta:
-            state[key].copy_(in_full(live, state))
+            state[key].copy_(live.detach())
         for part in parts_of(key)[1:]:
             if part in state:
                 state[part].zero_()
@@ -272,14 +231,14 @@ def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: i
     """
     name = name_of(group, number, i)
     storage: AverageDtype = group["average_dtype"]
-    if reason := refusal(live, group):
+    if reason := storage_refusal(live, storage):
         raise RuntimeError(f"{name} {reason}")
     if _is_misfit(live, state, "exp_avg_sq", name):
         for key in ("average", "returned"):
             _drop(state, key)
         state.update(allocate(live, group))
     if not keeps(state, "average"):  # AdamW's state, carried over by hand
-        state.update(seeded(live, "average", storage, group["offload"]))
+        state.update(seeded(live, "average", storage))
     _conform_weights(live, state, group)
     _conform_averages_of_pace(live, state, group, name)
 
@@ -298,32 +257,21 @@ def _conform_averages_of_pace(live: Tensor, state: State, group: dict[str, Any],
 
 
 def _conform_weights(live: Tensor, state: State, group: dict[str, Any]) -> None:
-    """Likewise for the moments and what belongs to live, as the group has it now."""
+    """Make the moments fit what the group says now."""
     if "exp_avg" not in moments_of(group):
         state.pop("exp_avg", None)
     elif "exp_avg" not in state:  # momentum begins now, with what AdamW would have in its place: a gradient
         first = torch.zeros_like(live) if live.grad is None else live.grad
         sign = -1 if group["maximize"] else 1
-        state["exp_avg"] = (first.detach() * sign).to(_moment_dtype(live, group))
+        state["exp_avg"] = (first.detach() * sign).to(live.dtype)
     for key in moments_of(group):
-        _convert(state, key, live.device, _moment_dtype(live, group))
-    if not is_split(live, group):
-        kept = [name for name in ("average", "returned") if residual_key(name) in state]
-        averages = {name: average_of(state, name, live) for name in kept if "live_rest" in state}
-        state.pop("live_rest", None)
-        for name, average in averages.items():  # which were beside all of the weight
-            keep_average_(state, name, live, average)
-    elif "live_rest" not in state:
-        state["live_rest"] = torch.zeros_like(live, dtype=torch.int16)
-    else:
-        _convert(state, "live_rest", live.device, torch.int16)
+        _convert(state, key, live.device, live.dtype)
 
 
 def conform_averages(
     live: Tensor, state: State, group: dict[str, Any], wanted: tuple[str, ...], name: str
 ) -> None:
     """Likewise for the averages alone, in the storage that they have."""
-    offload = bool(group.get("offload")) and live.is_cuda
     if "returned" not in wanted:
         _drop(state, "returned")
     elif not keeps(state, "returned"):
@@ -332,12 +280,9 @@ def conform_averages(
         storage = storage_of(state, key)
         main = key if storage == "float32" else residual_key(key)
         if _is_misfit(live, state, main, name):
-            state.update(seeded(live, key, storage, offload))
+            state.update(seeded(live, key, storage))
         if storage == "float32":
-            if offload:
-                state[key] = on_host(state[key].to(dtype=average_dtype(live)))
-            else:
-                _convert(state, key, live.device, average_dtype(live))
+            _convert(state, key, live.device, average_dtype(live))
         else:
             for part in state.keys() & set(parts_of(key)):
                 _convert(state, part, live.device, state[part].dtype)
@@ -377,11 +322,6 @@ def _convert(state: State, key: str, device: torch.device, dtype: torch.dtype) -
 def step_device(live: Tensor, group: dict[str, Any]) -> torch.device:
     # A counter on the GPU would cost a launch and a read a step; only graph capture needs it there.
     return live.device if group.get("capturable") else torch.device("cpu")
-
-
-def real(tensor: Tensor) -> Tensor:
-    """A complex parameter is a pair of reals to AdamW, and so to PACE."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def is_expanded(tensor: Tensor) -> bool:

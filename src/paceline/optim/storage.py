@@ -18,12 +18,6 @@ step t, and a salt for each array. From it, with r in float32:
                code  = clamp(floor(r / scale + (hash >> 8) · 2^-24), −127, 127), and 0 unless scale > 0
                a block with a NaN or ±Inf has scale NaN
     average  = live − code  or  live − code · scale, in float32
-
-Weights in bfloat16 have the same need: rounded to the nearest, a step below 1/256 of a weight moves it
-nowhere. With rounding="stochastic" they and their moments are rounded as the bfloat16 above; with
-rounding="master" the 16 bits that rounding drops are kept beside them:
-
-    bits of the float32 weight = (bits of the bfloat16 << 16) + rest,  rest in int16
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,14 +31,7 @@ from paceline.optim.recipe import AverageDtype
 BLOCK = 128
 """Neighbours in memory that share a scale."""
 
-SALTS = {
-    "average": 0,
-    "returned": 1,
-    # Far enough apart that no 2 · t + salt comes twice.
-    "live": 0x40000000,
-    "exp_avg": 0x80000000,
-    "exp_avg_sq": 0xC0000000,
-}
+SALTS = {"average": 0, "returned": 1}
 
 # Elements that are encoded at once, so that temporaries have 16 MiB at most. A multiple of BLOCK.
 _PIECE = 2**22
@@ -161,34 +148,6 @@ def decode(codes: Tensor, scale: Tensor | None) -> Tensor:
         for part, first, count, width in _blocks(flat.numel()):
             flat[part].view(count, width).mul_(scale[first : first + count].unsqueeze(1))
     return residual
-
-
-# --- Weights in bfloat16 ----------------------------------------------------------------------------
-
-
-def split_(live: Tensor, rest: Tensor, value: Tensor) -> None:
-    """Write a float32 value as bfloat16, rounded to the nearest, and what that drops.
-
-    >>> live, rest = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int16)
-    >>> split_(live, rest, torch.tensor([1.001]))
-    >>> live.item(), joined(live, rest).item() == torch.tensor(1.001).item()
-    (1.0, True)
-    """
-    finite = value.isfinite()
-    bits = value.view(torch.int32)
-    upper = (bits + 0x8000) & -0x10000
-    rest.copy_(torch.where(finite, bits - upper, 0))
-    live.copy_(torch.where(finite, upper.view(torch.float32), value))  # exact: the lower half is 0
-
-
-def joined(live: Tensor, rest: Tensor) -> Tensor:
-    """The float32 value that `split_` was given.
-
-    If live was changed since, by at most half of the last place of a bfloat16 another: below 0 a rest would
-    make a NaN of a weight that was set to 0, so there it does not count.
-    """
-    rest = torch.where((live == 0) & (rest < 0), 0, rest)
-    return (live.detach().to(torch.float32).view(torch.int32) + rest).view(torch.float32)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class Wrapper(Averaging):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("defaults", "base", "_inner", "_own", "_settings", "_needs_closure")
-        shared = ("_loaded_live", "_loaded_name", "_buffer_memory")
+        shared = ("_loaded_live", "_loaded_name")
         return {name: getattr(self, name) for name in (*own, *shared)}
 
     # --- The step ---------------------------------------------------------------------------------
@@ -155,9 +155,6 @@ class Wrapper(Averaging):
         except BaseException:
             self._abandon_all(members)
             raise
-        if self.skipped:  # nothing moved, and so nothing is averaged or counted
-            self._abandon_all(members)
-            return loss
         for group, parameters, work in zip(self.param_groups, members, prepared, strict=True):
             # Without a closure all had a gradient, which the base may have cleared by now.
             self._finish(group, [p for p in parameters if closure is None or p.grad is not None], work)
@@ -166,12 +163,6 @@ class Wrapper(Averaging):
     def _abandon_all(self, members: list[list[Tensor]]) -> None:
         for group, parameters in zip(self.param_groups, members, strict=True):
             self._abandon(group, parameters)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the base skipped the last step, as PACE does with skip_nonfinite."""
-        skipped: bool | Tensor = getattr(self.base, "skipped", False)
-        return skipped is True
 
     def _step_base(self, loss: Any) -> None:
         if isinstance(self.base, _StepsByLoss):
@@ -182,7 +173,6 @@ class Wrapper(Averaging):
     def _ready(self, group: dict[str, Any], number: int, closure: object) -> list[Tensor]:
         """The parameters that this step may move, each with a memory that fits it."""
         _check_capture(self.format, group, type(self).__name__)
-        _check_skips(group, type(self).__name__)
         wanted, parameters = self.format.wanted(group), []
         for i, parameter in enumerate(group["params"]):
             # A base that calls the closure itself makes its gradients only then.
@@ -217,9 +207,6 @@ class Wrapper(Averaging):
 
     def _take_groups(self, saved: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
         """Hand the base its part, by its own way of loading."""
-        buffers = self.format.prefix + "buffers"
-        if buffers in saved and self._buffered is None:
-            raise ValueError("this state has averages of buffers; give their module as buffers=, as then")
         number = {parameter: i for i, parameter in enumerate(self._members())}
         packed = [{**group, "params": [number[p] for p in group["params"]]} for group in groups]
         state: dict[Any, Any] = {}
@@ -228,18 +215,9 @@ class Wrapper(Averaging):
                 if entries.base:
                     # Copied: torch's loading keeps the very tensors it is given.
                     state[number[key]] = {k: _copy(v) for k, v in entries.base.items()}
-            elif key != buffers:
+            else:
                 state[key] = entries
         self.base.load_state_dict({"state": state, "param_groups": packed})
-        self._take_buffers(saved.pop(buffers, {}))
-
-    def _take_buffers(self, saved: dict[str, State]) -> None:
-        self._buffer_memory.clear()
-        for name, buffer in self._buffers():
-            if saved.get(name):
-                self._buffer_memory[name] = take_in(buffer, saved[name], {}, self.format)
-                if "live" in saved[name]:
-                    buffer.copy_(saved[name]["live"])
 
     def _take_in(self, parameter: Tensor, saved: Saved | None, group: dict[str, Any]) -> State | None:
         if saved is None or not saved.own:
@@ -258,8 +236,6 @@ class Joined(Mapping[Any, dict[str, Any]]):
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         wrapper, prefix = self._wrapper, self._wrapper.format.prefix
-        if isinstance(key, str) and key == prefix + "buffers":
-            return {name: dict(entry) for name, entry in wrapper._buffer_memory.items()}
         own = wrapper._memory.get(key, {})
         return {**wrapper.base.state.get(key, {}), **{prefix + name: value for name, value in own.items()}}
 
@@ -270,8 +246,6 @@ class Joined(Mapping[Any, dict[str, Any]]):
         # An empty entry is none: some optimizers touch the state of parameters that have none yet.
         base = (key for key, entries in wrapper.base.state.items() if entries)
         yield from dict.fromkeys((*base, *own))
-        if wrapper._buffer_memory:
-            yield wrapper.format.prefix + "buffers"
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -327,7 +301,7 @@ def _check_base(base: object, name: str) -> None:
             f"got {type(base).__name__}"
         )
     if any(group.get("differentiable") for group in base.param_groups):
-        raise ValueError(f"{name} cannot wrap an optimizer with differentiable=True; PACE offers it")
+        raise ValueError(f"{name} cannot wrap an optimizer with differentiable=True")
 
 
 def _check_unwrapped(base: Optimizer, group: dict[str, Any], format: Format) -> None:
@@ -346,14 +320,6 @@ def _check_capture(format: Format, group: dict[str, Any], name: str) -> None:
         raise RuntimeError(f"{name} counts its steps on the host and cannot be captured in a CUDA graph")
     if not group.get("capturable"):
         raise RuntimeError("capturing step() in a CUDA graph needs a base with capturable=True in all groups")
-
-
-def _check_skips(group: dict[str, Any], name: str) -> None:
-    if group.get("skip_nonfinite") and group.get("capturable"):
-        raise RuntimeError(
-            f"with capturable=True and skip_nonfinite=True the base skips steps on the device, where {name} "
-            "around it does not see it and would average on: leave out one of the two"
-        )
 
 
 def refuse_averaging_base(base: object, name: str) -> None:

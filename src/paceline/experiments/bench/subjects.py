@@ -148,11 +148,15 @@ def _schedule_free(parameters: list[nn.Parameter]) -> tuple[Step, Any]:
     return _plain(optimizer)
 
 
+def _on_a_gpu(traffic: float, **settings: Any) -> Rival:
+    return Rival(make=lambda p: _pace(p, **settings), traffic=traffic, devices=("cuda",))
+
+
 BASE = "AdamW, fused"
 RIVALS: dict[str, Rival] = {
     BASE: Rival(make=lambda p: _plain(AdamW(p, fused=True)), traffic=28),
     "AdamW, foreach": Rival(make=lambda p: _plain(AdamW(p, foreach=True)), traffic=28),
-    # The measure of PACE where nothing is built: of gain="paper" the first, of the default, which keeps two
+    # The measure of PACE on a CPU: of gain="paper" the first, of the default, which keeps two
     # averages, the second.
     "AdamW, foreach, and an EMA": Rival(make=lambda p: _with_foreach_emas(p, 1), traffic=36),
     "AdamW, foreach, and two EMAs": Rival(make=lambda p: _with_foreach_emas(p, 2), traffic=44),
@@ -161,38 +165,19 @@ RIVALS: dict[str, Rival] = {
     "AdamW, fused, clipped": Rival(make=_with_clipping(lambda p: _plain(AdamW(p, fused=True))), traffic=32),
     "Schedule-Free AdamW": Rival(make=_schedule_free, traffic=28),
     # At all but every millionth step it touches no average: AdamW alone, by our kernel.
-    "PACE, fused, no average": Rival(make=lambda p: _pace(p, gain="paper", update_every=10**6), traffic=28),
-    "PACE, fused, strength 0": Rival(make=lambda p: _pace(p, pullback_strength=0.0), traffic=36),
-    "PACE, fused": Rival(make=_pace, traffic=44),
-    "PACE, fused, bfloat16": Rival(make=lambda p: _pace(p, average_dtype="bfloat16"), traffic=36),
-    "PACE, fused, int8": Rival(make=lambda p: _pace(p, average_dtype="int8"), traffic=32.125),
-    "PACE, fused, one average": Rival(make=lambda p: _pace(p, return_power=0.2), traffic=36),
-    "PACE, fused, one average, bfloat16": Rival(
-        make=lambda p: _pace(p, return_power=0.2, average_dtype="bfloat16"), traffic=32
-    ),
-    "PACE, fused, one average, int8": Rival(
-        make=lambda p: _pace(p, return_power=0.2, average_dtype="int8"), traffic=30.0625
-    ),
-    "PACE, fused, paper": Rival(make=lambda p: _pace(p, gain="paper"), traffic=36),
-    "PACE, fused, paper, bfloat16": Rival(
-        make=lambda p: _pace(p, gain="paper", average_dtype="bfloat16"), traffic=32
-    ),
-    "PACE, fused, paper, int8": Rival(
-        make=lambda p: _pace(p, gain="paper", average_dtype="int8"), traffic=30.0625
-    ),
-    "PACE, fused, paper, clipped": Rival(
-        make=lambda p: _pace(p, gain="paper", max_grad_norm=_NORM), traffic=40
-    ),
-    "PACE, fused, paper, no momentum": Rival(
-        make=lambda p: _pace(p, gain="paper", betas=(0.0, 0.999)), traffic=28
-    ),
-    # Every step reaches for them over the bus: divide what it takes beyond "no average" by your update_every.
-    "PACE, fused, paper, average on the host": Rival(
-        make=lambda p: _pace(p, gain="paper", offload=True), traffic=36, devices=("cuda",)
-    ),
-    "PACE, fused, paper, two averages": Rival(
-        make=lambda p: _pace(p, gain="paper", return_power=0.8), traffic=44
-    ),
+    "PACE, fused, no average": _on_a_gpu(28, gain="paper", update_every=10**6),
+    "PACE, fused, strength 0": _on_a_gpu(36, pullback_strength=0.0),
+    "PACE, fused": _on_a_gpu(44),
+    "PACE, fused, bfloat16": _on_a_gpu(36, average_dtype="bfloat16"),
+    "PACE, fused, int8": _on_a_gpu(32.125, average_dtype="int8"),
+    "PACE, fused, one average": _on_a_gpu(36, return_power=0.2),
+    "PACE, fused, one average, bfloat16": _on_a_gpu(32, return_power=0.2, average_dtype="bfloat16"),
+    "PACE, fused, one average, int8": _on_a_gpu(30.0625, return_power=0.2, average_dtype="int8"),
+    "PACE, fused, paper": _on_a_gpu(36, gain="paper"),
+    "PACE, fused, paper, bfloat16": _on_a_gpu(32, gain="paper", average_dtype="bfloat16"),
+    "PACE, fused, paper, int8": _on_a_gpu(30.0625, gain="paper", average_dtype="int8"),
+    "PACE, fused, paper, no momentum": _on_a_gpu(28, gain="paper", betas=(0.0, 0.999)),
+    "PACE, fused, paper, two averages": _on_a_gpu(44, gain="paper", return_power=0.8),
     "AdamW, fused, in a CUDA graph": Rival(
         make=_captured(lambda p: _plain(AdamW(p, fused=True, capturable=True))),
         traffic=28,
@@ -204,21 +189,8 @@ RIVALS: dict[str, Rival] = {
     "PACE, fused, paper, in a CUDA graph": Rival(
         make=_captured(lambda p: _pace(p, gain="paper", capturable=True)), traffic=36, devices=("cuda",)
     ),
-    # What is taken where nobody chooses; on a GPU that is the one pass above.
-    "PACE, by itself": Rival(make=lambda p: _plain(PACE(p)), traffic=44, devices=("cpu",)),
-    "PACE, by itself, paper": Rival(
-        make=lambda p: _plain(PACE(p, gain="paper")), traffic=36, devices=("cpu",)
-    ),
-    "PACE, by itself, paper, all at the limit": Rival(
-        make=lambda p: _plain(PACE(p, gain="paper", pullback_strength=float("inf"))),
-        traffic=36,
-        devices=("cpu",),
-    ),
     "PACE, foreach": Rival(make=lambda p: _plain(PACE(p, foreach=True)), traffic=44),
     "PACE, foreach, paper": Rival(make=lambda p: _plain(PACE(p, foreach=True, gain="paper")), traffic=36),
-    "PACE, foreach, relative": Rival(
-        make=lambda p: _plain(PACE(p, foreach=True, gain="relative", pullback_strength=0.5)), traffic=36
-    ),
     "PACE, per tensor, paper": Rival(make=lambda p: _plain(PACE(p, foreach=False, gain="paper")), traffic=36),
     "Pullback of AdamW, fused": Rival(
         make=lambda p: _plain(Pullback(AdamW(p, fused=True), pullback_strength=3e-3)), traffic=36

@@ -84,6 +84,10 @@ _TIMED = {
 """Columns: of which record, what is stepped, and which number."""
 
 
+_REMOVED = ("PACE, by itself", "PACE, fused, paper, clipped", "average on the host", "relative")
+"""Measured, and removed since; as was the one pass over memory on a CPU."""
+
+
 def step_table(folder: Path) -> str:
     """Everything that was measured, as a multiple of torch's fused AdamW."""
     known = {key: by_optimizer(read(folder, name)) for key, name in STEPS.items()}
@@ -91,10 +95,14 @@ def step_table(folder: Path) -> str:
     names = list(dict.fromkeys(name for key in ("H200", "CPU") for _, name in known[key]))
     body = []
     for name in names:
+        if any(word in name for word in _REMOVED):
+            continue
         kept = next(rows[at] for rows in known.values() for at in rows if at[1] == name)
         line = [name, size(kept["state"])]
         for record, model, number in _TIMED.values():
             row = known[record].get((model, name))
+            if record == "CPU" and name.startswith("PACE, fused"):
+                row = None
             line.append("" if row is None else f"{row[number]:.2f}")
         body.append(line)
     return markdown(["", "state", *_TIMED], body)
@@ -171,16 +179,6 @@ def low_bit_table(folder: Path) -> str:
     return markdown([*head, "GPT-2 on an H200, ms", "wall, ms"], body)
 
 
-def probe_table(folder: Path) -> str:
-    """What a probe adds to a step."""
-    gpu, cpu = (read(folder, name)["rows"] for name in ("2026-11-17-probe-h200", "2026-11-15-probe-cpu"))
-    body = [
-        [one["contender"], f"{one['ratio']:.2f}", f"{other['ratio']:.2f}"]
-        for one, other in zip(gpu, cpu, strict=True)
-    ]
-    return markdown(["", "GPT-2's 124M, one H200", "12M parameters, 16 CPU cores"], body)
-
-
 # --- Training ---------------------------------------------------------------------------------------------
 
 TRAINING = "2026-11-15-training-h200"
@@ -208,7 +206,7 @@ PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
         "whole-runs": whole_runs,
         "steps": step_table,
     },
-    "around.md": {"low-bit": low_bit_table, "probe": probe_table},
+    "around.md": {"low-bit": low_bit_table},
     "training.md": {"throughput": throughput_table},
 }
 """Pages, and their tables by name: each of the folder of records."""

@@ -39,7 +39,6 @@ OPTIMIZERS = {
     "PACE, fused, paper, bfloat16": of_spec("pace:gain=paper,average_dtype=bfloat16"),
     "PACE, fused, paper, int8": of_spec("pace:gain=paper,average_dtype=int8"),
     "PACE, fused, paper, no momentum": of_spec("pace:gain=paper,betas=(0, 0.999)"),
-    "PACE, fused, paper, average on the host": of_spec("pace:gain=paper,offload=True"),
     "PACE, fused, paper, two averages": of_spec("pace:gain=paper,return_power=0.8"),
 }
 """By their names in `paceline bench`."""

@@ -11,7 +11,7 @@ from paceline.experiments.config import ConfigError
 from paceline.experiments.cost.estimate import Cost, cost
 from paceline.experiments.cost.hardware import HARDWARE, hardware_of
 from paceline.experiments.cost.memory import room_to_show
-from paceline.experiments.cost.optimizer import PRESETS, AverageDtype, Optimizer, Rounding, preset
+from paceline.experiments.cost.optimizer import PRESETS, AverageDtype, Optimizer, preset
 from paceline.experiments.cost.shape import named
 from paceline.experiments.cost.training import Sharding, Training
 
@@ -66,11 +66,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--average-dtype", choices=get_args(AverageDtype), default="float32", help="of averages [float32]"
     )
     parser.add_argument("--update-every", default=1, help="move averages every N steps [1]", **whole)
-    parser.add_argument("--offload", action="store_true", help="averages in the host's memory")
     parser.add_argument("--no-momentum", action="store_true", help="betas=(0, β₂): no first moment")
-    parser.add_argument(
-        "--rounding", choices=get_args(Rounding), default="nearest", help="of bfloat16 weights [nearest]"
-    )
     parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=True, help="[yes]")
     number: dict[str, Any] = {"type": float, "metavar": "X"}
     parser.add_argument("--mfu", help="share of the peak, 0 to 1 [from the model of docs/cost.md]", **number)
@@ -128,16 +124,12 @@ def training_of(options: argparse.Namespace) -> Training:
 
 def _optimizer(options: argparse.Namespace) -> Optimizer:
     made = preset(options.optimizer)
-    given: dict[str, Any] = {
-        name: getattr(options, name) for name in ("average_dtype", "update_every", "offload", "rounding")
-    }
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("average_dtype", "update_every")}
     if options.no_momentum:
         given["moments"] = 1
-    usual = {"average_dtype": "float32", "update_every": 1, "offload": False, "rounding": "nearest"}
+    usual = {"average_dtype": "float32", "update_every": 1}
     if not made.is_pace and given != usual:
-        raise ConfigError(
-            f"{made.name} has no average_dtype, update_every, offload, rounding or no_momentum; pace has"
-        )
+        raise ConfigError(f"{made.name} has no average_dtype, update_every or no_momentum; pace has")
     return made.with_settings(**given)
 
 
@@ -168,11 +160,6 @@ def lines(chosen: Cost, base: Cost, budget: float, disk: float) -> list[str]:
                 f"  {_name(each.training.optimizer)} does not fit: {training.hardware.memory / 1e9:.0f} GB"
             )
     found += [
-        *(
-            [_pair("  on the host", chosen.host_memory / 1e9, 0.0, "GB")]
-            if training.optimizer.offload
-            else []
-        ),
         _pair("  to show the average", room_to_show(training) / 1e9, 0.0, "GB"),
         "a step",
     ]
@@ -237,7 +224,6 @@ def as_mapping(chosen: Cost, base: Cost, budget: float, disk: float) -> dict[str
     def of(each: Cost) -> dict[str, Any]:
         return {
             "memory": {**asdict(each.memory), "total": each.memory.total},
-            "host_memory": each.host_memory,
             "fits": each.fits,
             "compute_seconds": each.compute_seconds,
             "optimizer_seconds": each.optimizer_seconds,

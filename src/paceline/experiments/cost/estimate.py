@@ -48,8 +48,6 @@ class Cost:
 
     training: Training
     memory: Memory
-    host_memory: float
-    """Bytes in the host's memory, for each GPU: averages with offload."""
     operations: float
     """Of a step, counted as 6 a weight and token, and attention; nothing that is computed twice."""
     compute_seconds: float
@@ -119,7 +117,6 @@ def cost(training: Training) -> Cost:
     return Cost(
         training=training,
         memory=memories.memory(training),
-        host_memory=float(memories.kept(training).host),
         operations=training.step_tokens * training.shape.operations_per_token,
         compute_seconds=compute,
         optimizer_seconds=optimizer,
@@ -134,7 +131,7 @@ def cost(training: Training) -> Cost:
 def checkpoint(training: Training) -> Checkpoint:
     """Of the whole model, however it is sharded."""
     state: Kept = memories.kept(replace(training, sharding="ddp", group=None))
-    averages = state.averages + state.host  # with offload they are there; steps are, too
+    averages = state.averages + state.host  # where steps are counted
     return Checkpoint(
         whole=state.weights + state.moments + averages,
         without_averages=state.weights + state.moments,

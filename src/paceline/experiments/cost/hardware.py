@@ -32,8 +32,6 @@ class Hardware:
     """To another GPU of its node, bytes a second in one direction."""
     network: float
     """To another node, bytes a second in one direction, for each GPU."""
-    bus: float
-    """To the host's memory, bytes a second, both directions at once."""
     node: int = 8
     """GPUs of a node."""
     copying: float = COPYING
@@ -46,8 +44,7 @@ class Hardware:
 
 
 # NVLink is stated for both directions together; half of it is `link`. `network` is one adapter of 400 Gb/s
-# (A100: 200 Gb/s) for each GPU, as in the makers' own servers. `bus` is 89 GB/s as measured on an H200 (PCIe
-# 5.0 ×16, both directions at once, by `offload=True` in the records), and half of it for the A100's PCIe 4.0.
+# (A100: 200 Gb/s) for each GPU, as in the makers' own servers.
 HARDWARE: dict[str, Hardware] = {
     "a100": Hardware(
         name="A100 SXM 80 GB",
@@ -57,7 +54,6 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=2.039e12,
         link=300e9,
         network=25e9,
-        bus=44.5e9,
     ),
     "h100": Hardware(
         name="H100 SXM",
@@ -67,7 +63,6 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=3.35e12,
         link=450e9,
         network=50e9,
-        bus=89e9,
     ),
     "h200": Hardware(
         name="H200 SXM",
@@ -77,7 +72,6 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=4.8e12,
         link=450e9,
         network=50e9,
-        bus=89e9,
     ),
     "b200": Hardware(
         name="B200",
@@ -87,7 +81,6 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=8.0e12,
         link=900e9,
         network=50e9,
-        bus=89e9,
     ),
 }
 

@@ -61,8 +61,6 @@ def kept(training: Training) -> Kept:
         moments += tensor.times * optimizer.moment_bytes(own, dtype)
         averages += tensor.times * optimizer.average_bytes(own)
         host += tensor.times * optimizer.step_bytes
-    if optimizer.offload:
-        averages, host = 0, host + averages
     return Kept(weights=weights, moments=moments, averages=averages, host=host)
 
 
@@ -160,7 +158,5 @@ def _copies(training: Training) -> float:
 
 def room_to_show(training: Training) -> float:
     """Bytes that `averaged_weights` takes while the average is shown: a copy of live, unless the two swap."""
-    swaps = (
-        training.optimizer.average_dtype == training.weights == "float32" and not training.optimizer.offload
-    )
+    swaps = training.optimizer.average_dtype == training.weights == "float32"
     return 0 if swaps or not training.optimizer.is_pace else kept(training).weights

@@ -8,7 +8,6 @@ from paceline.experiments.config import ConfigError, nearest, parse_spec
 
 Precision = Literal["float32", "bfloat16"]
 AverageDtype = Literal["float32", "bfloat16", "int8"]
-Rounding = Literal["nearest", "stochastic", "master"]
 
 BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 BLOCK = 128
@@ -40,8 +39,6 @@ class Optimizer:
     """Averages in float32 kept beside the step, by foreach."""
     average_dtype: AverageDtype = "float32"
     update_every: int = 1
-    offload: bool = False
-    rounding: Rounding = "nearest"
     scaled: bool = False
     """Whether the gain is scaled by a sum over all weights."""
     share: float = FUSED_ADAMW
@@ -50,14 +47,8 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.update_every < 1:
             raise ConfigError(f"update_every is {self.update_every}; allowed: at least 1")
-        if self.offload and self.average_dtype != "float32":
-            raise ConfigError(
-                f"offload is for averages in float32, not {self.average_dtype}; use one of the two"
-            )
-        if (self.offload or self.update_every > 1 or self.rounding != "nearest") and not self.is_pace:
-            raise ConfigError(
-                f"{self.name} has no update_every, offload or rounding; they are settings of pace"
-            )
+        if self.update_every > 1 and not self.is_pace:
+            raise ConfigError(f"{self.name} has no update_every, which is one of the settings of pace")
 
     @property
     def is_pace(self) -> bool:
@@ -67,10 +58,8 @@ class Optimizer:
     # --- Bytes of state -------------------------------------------------------------------------------
 
     def moment_bytes(self, elements: int, weights: Precision) -> int:
-        """Of one tensor: its moments, and what bfloat16 weights drop."""
-        split = weights == "bfloat16" and self.rounding == "master"
-        each = 4 if split else BYTES[weights]
-        return elements * (self.moments * each + (2 if split else 0))
+        """Return those of the moments of one tensor."""
+        return elements * self.moments * BYTES[weights]
 
     def average_bytes(self, elements: int) -> int:
         """Of one tensor: all its averages, scales included.
@@ -100,17 +89,12 @@ class Optimizer:
         >>> PRESETS["adamw"].traffic("float32"), PRESETS["pace"].traffic("float32")
         (28.0, 44.0)
         """
-        weight = BYTES[weights]
-        moved = 3.0 * weight + 2.0 * self.moment_bytes(1, weights)
-        return moved + (0.0 if self.offload else 2.0 * self._averages_moved())
+        moved = 3.0 * BYTES[weights] + 2.0 * self.moment_bytes(1, weights)
+        return moved + 2.0 * self._averages_moved()
 
     def beside(self, weights: Precision) -> float:
         """Bytes a weight that passive averages read and write after the step."""
         return self.passive * (8.0 + BYTES[weights])
-
-    def over_the_bus(self) -> float:
-        """Bytes a weight to and from the host, on the mean."""
-        return 2.0 * self._averages_moved() if self.offload else 0.0
 
     def _averages_moved(self) -> float:
         if self.average_dtype == "float32":
@@ -188,7 +172,7 @@ def _of_pace(settings: Mapping[str, Any]) -> Optimizer:
         usual = (given.get("return_power"), None)
     returned = given.get("return_power", usual[1])
     two = returned is not None and returned != given.get("ema_power", usual[0])
-    one_pass = given.get("foreach") is None and given.get("fused") is not False and gain != "relative"
+    one_pass = given.get("foreach") is None and given.get("fused") is not False
     return Optimizer(
         name="pace",
         moments=1 if given.get("betas", (0.9, 0.999))[0] == 0 else 2,
@@ -197,6 +181,4 @@ def _of_pace(settings: Mapping[str, Any]) -> Optimizer:
         share=FUSED_PACE if one_pass else SEVERAL_PASSES,
         average_dtype=given.get("average_dtype", "float32"),
         update_every=given.get("update_every", 1),
-        offload=given.get("offload", False),
-        rounding=given.get("rounding", "nearest"),
     )

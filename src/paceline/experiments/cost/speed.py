@@ -101,7 +101,6 @@ def optimizer_seconds(training: Training) -> float:
     return elements * (
         optimizer.traffic(training.weights) / (copying * optimizer.share)
         + optimizer.beside(training.weights) / (copying * FOREACH)
-        + optimizer.over_the_bus() / hardware.bus
     ) + (clipping_seconds(training, elements) if training.clip else 0.0)
 
 

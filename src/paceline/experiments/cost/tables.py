@@ -1,7 +1,6 @@
 """The tables of docs/cost.md, made by the functions: between marks in the page, to be made again."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from paceline.experiments.cost.estimate import Cost, cost
 from paceline.experiments.cost.hardware import HARDWARE
@@ -73,25 +72,17 @@ def state_table() -> str:
     """Bytes a weight."""
     rows = []
     for name, optimizer in SIDE_BY_SIDE.items():
-        master = replace(optimizer, rounding="master") if optimizer.is_pace else optimizer
-        kinds: tuple[tuple[Optimizer, Precision], ...] = (
-            (optimizer, "float32"),
-            (optimizer, "bfloat16"),
-            (master, "bfloat16"),
-        )
-        kept = [each.moment_bytes(_MANY, dtype) + each.average_bytes(_MANY) for each, dtype in kinds]
+        dtypes: tuple[Precision, ...] = ("float32", "bfloat16")
+        kept = [optimizer.moment_bytes(_MANY, dtype) + optimizer.average_bytes(_MANY) for dtype in dtypes]
         moved = optimizer.traffic("float32") + optimizer.beside("float32")
         rows.append([name, *(f"{size / _MANY:.2f}" for size in kept), f"{moved:.2f}"])
-    return markdown(
-        ["", "float32 weights", "bfloat16 weights", '… rounding="master"', "moved, float32"], rows
-    )
+    return markdown(["", "float32 weights", "bfloat16 weights", "moved, float32"], rows)
 
 
 def update_every_table() -> str:
     """70B on 256 GPUs: milliseconds of the optimizer."""
     every = (1, 2, 5, 10, 100)
     kinds = {name: each for name, each in SIDE_BY_SIDE.items() if each.is_pace}
-    kinds |= {"PACE, offload": PACE.with_settings(offload=True)}
     rows = []
     for name, optimizer in kinds.items():
         costs = [cost(usual("70b", 256, optimizer.with_settings(update_every=n))) for n in every]
@@ -215,7 +206,6 @@ def hardware_table() -> str:
             f"{each.bandwidth / 1e12:.2f}",
             f"{each.link / 1e9:.0f}",
             f"{each.network / 1e9:.0f}",
-            f"{each.bus / 1e9:.1f}",
         ]
         for each in HARDWARE.values()
     ]
@@ -226,7 +216,6 @@ def hardware_table() -> str:
         "its bandwidth, TB/s",
         "NVLink, GB/s",
         "network, GB/s",
-        "bus, GB/s",
     ]
     return markdown(head, rows)
 

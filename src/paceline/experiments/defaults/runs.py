@@ -313,14 +313,11 @@ def storages(scale: Scale, **more: Any) -> Named:
 
 
 def lean(scale: Scale, **more: Any) -> Named:
-    """PACE with less memory: without a first moment, and with its average on the host, moved at every tenth
-    step, beside the same on the device."""
+    """PACE without a first moment, and with an average that is moved at every tenth step."""
     spec, more = "pace:gain=paper,pullback_strength=3e-3,ema_power=0.5", {"averages": ("power:0.5",), **more}
     without = f"{spec},betas=(0.0,0.999),weight_decay=0.01"
-    return (
-        grid(scale, "PACE:paper,no_momentum", without, (-2, -1, 0), recipe=None, **more)
-        | grid(scale, "PACE:paper,every:10", f"{spec},update_every=10", (0,), **more)
-        | grid(scale, "PACE:paper,every:10,host", f"{spec},update_every=10,offload=True", (0,), **more)
+    return grid(scale, "PACE:paper,no_momentum", without, (-2, -1, 0), recipe=None, **more) | grid(
+        scale, "PACE:paper,every:10", f"{spec},update_every=10", (0,), **more
     )
 
 

@@ -20,7 +20,7 @@ from paceline.experiments.config import ConfigError
 FORMAT = 1
 _POINTS = 100
 """Of the training loss: each is the mean of as many steps."""
-_PULL = ("saturated", "gain/mean", "gap_rms", "pull_to_step")
+_PULL = ("saturated", "gain/mean", "gap_rms")
 
 
 # --- Writing --------------------------------------------------------------------------------------------

@@ -162,6 +162,9 @@ class AdEMAMix(Optimizer):
         if isinstance(param_group, dict):
             _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise ValueError("AdEMAMix is for real parameters; train torch.view_as_real of a complex one")
         for parameter in self.param_groups[-1]["params"]:
             if parameter.requires_grad and not is_lazy(parameter):
                 self.state[parameter] = _allocate(parameter)
@@ -189,11 +192,11 @@ class AdEMAMix(Optimizer):
             state[key] = state[key].to(parameter)
         assert parameter.grad is not None
         ademamix_step_(
-            _real(parameter),
-            _real(parameter.grad),
-            _real(state["exp_avg"]),
-            _real(state["exp_avg_slow"]),
-            _real(state["exp_avg_sq"]),
+            parameter,
+            parameter.grad,
+            state["exp_avg"],
+            state["exp_avg_slow"],
+            state["exp_avg_sq"],
             state["step"],
             lr=float(group["lr"]),
             betas=group["betas"],
@@ -221,11 +224,6 @@ def _refuse_sparse(parameter: Tensor) -> None:
             f"AdEMAMix does not support sparse gradients: one of shape {tuple(parameter.shape)} is "
             f"{parameter.grad.layout}; make it dense (for nn.Embedding: sparse=False)"
         )
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A complex parameter is a pair of reals, as in AdamW."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 # --- What is allowed ------------------------------------------------------------------------------
