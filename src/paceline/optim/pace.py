@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
@@ -255,10 +255,13 @@ class PACE(Averaging):
             group["capturable"] and path_name(group) == ONE_PASS_NAMES["cuda"] for group in self.param_groups
         )
 
-    def eval(self) -> None:
-        """Put the average into the parameters, until `train()` or the next `step()`."""
+    def eval(self, model: nn.Module | None = None) -> None:
+        """Put the average into the parameters, until `train()` or the next `step()`.
+
+        Sharded parameters need the model: what FSDP2 has gathered of it is dropped.
+        """
         self._fits.clear()  # averages change places
-        super().eval()
+        super().eval(model)
 
     # --- The step ---------------------------------------------------------------------------------
 
