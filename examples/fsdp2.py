@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     train(model, optimizer, range(STEPS // 2, STEPS))
 
-    with averaged_weights(optimizer), torch.no_grad():  # swapped part by part; nothing is gathered
+    with averaged_weights(optimizer, model), torch.no_grad():  # swapped part by part; nothing is gathered
         x, y = batch(-1)
         loss = (model(x) - y).square().mean().item()
     file = save_averaged(model, optimizer, folder / "returned.safetensors")  # on every rank; rank 0 writes

@@ -603,7 +603,7 @@ def plain_two(kinds, steps):
     average = live = cloned(module.state_dict())
     for optimizer, kind in zip(optimizers, kinds):
         if kind != "AdamW":
-            exported = averaged_state_dict(module, optimizer)
+            exported = averaged_state_dict(module, optimizer, others="live")
             average = {n: a if torch.equal(exported[n], live[n]) else exported[n] for n, a in average.items()}
     return live, average
 

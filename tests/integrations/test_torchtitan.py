@@ -214,7 +214,7 @@ def straight(tmp_path_factory):
 
     def then(trainer):
         save_averaged_checkpoint(trainer.optimizers, folder / "average")
-        with averaged_weights(trainer.optimizers):
+        with averaged_weights(trainer.optimizers, nn.ModuleList(trainer.model_parts)):
             average = {name: p.full_tensor().clone() for name, p in parameters_of(trainer)}
             Validator.validate(trainer.validator, trainer.model_parts, "average")
         Validator.validate(trainer.validator, trainer.model_parts, "live")
@@ -275,7 +275,7 @@ def test_average_of_a_run_that_has_ended(straight):
         with pytest.raises(ValueError, match="a hook or an override of state_dict replaces them"):
             averaged_state_dict(trainer.model_parts[0], trainer.optimizers)  # queries, keys, values are fused
         save_averaged_checkpoint(trainer.optimizers, straight.folder / "again")
-        with averaged_weights(trainer.optimizers):
+        with averaged_weights(trainer.optimizers, nn.ModuleList(trainer.model_parts)):
             loaded = {n: torch.zeros_like(p) for n, p in trainer.model_parts[0].state_dict().items()}
             dcp.load(loaded, checkpoint_id=straight.folder / "again")
             assert_same(whole(loaded), whole(trainer.model_parts[0].state_dict()))
@@ -421,7 +421,7 @@ def test_average_that_cannot_be_shown_everywhere_is_shown_nowhere(monkeypatch):
     steps_of(container, range(3))
     live = weights_of(model_parts)
 
-    def interrupted():
+    def interrupted(model):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(container.optimizers[1], "eval", interrupted)

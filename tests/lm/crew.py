@@ -96,7 +96,7 @@ def trainee_on(ranks, dtype, *, shape=SHAPE, poison=None, **settings):
         scheduler=schedules.constant(optimizer, warmup=2),
         samples=RandomTokens(40, vocabulary=51, masked=0.3),
         held_out={"held-out": RandomTokens(11, vocabulary=51, seed=9, masked=0.3)},
-        views={"live": nullcontext, "average": partial(averaged_weights, optimizer)},
+        views={"live": nullcontext, "average": partial(averaged_weights, optimizer, model)},
         loss_of=loss_of,
         ranks=ranks,
         called=called,

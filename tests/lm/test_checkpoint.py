@@ -169,7 +169,7 @@ def trainee_of(spec, averages, seed):
     run = Run(optimizer=spec, averages=averages, steps=20, lr=1e-2, schedule="wsd", data=("x",))
     model = GPT(SHAPE)
     optimizer = methods.make_optimizer(run, model)
-    views, _ = methods.make_views(optimizer)
+    views, _ = methods.make_views(optimizer, model)
     return Trainee(
         model=model,
         optimizer=optimizer,

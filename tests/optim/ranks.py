@@ -127,7 +127,7 @@ def fsdp2(folder, **settings):
     exported = make_model(seed=9)
     exported.load_state_dict({k: full(v) for k, v in averaged_state_dict(model, optimizer).items()})
     x, _ = batch(0)
-    with averaged_weights(optimizer), torch.no_grad():
+    with averaged_weights(optimizer, model), torch.no_grad():
         assert torch.equal(model(x), exported(x))
     assert_same(before, snapshot(optimizer))
     file = save_averaged(model, optimizer, folder / "fsdp2")
@@ -240,7 +240,7 @@ def fsdp2_residuals(folder):
             snapshot(optimizer),
             {k: full(v) for k, v in averaged_state_dict(model, optimizer).items()},
         )
-        with averaged_weights(optimizer):
+        with averaged_weights(optimizer, model):
             assert all(torch.equal(full(p.detach()), shown[name]) for name, p in model.named_parameters())
         assert_same(before, snapshot(optimizer))
 

@@ -215,7 +215,7 @@ def pretrained(folder):
             optimizer.step()
         averages = dict(optimizer.returned_averages())
         expected = {name: full(averages[p]) for name, p in model.named_parameters()}
-        with averaged_weights(optimizer), torch.no_grad():
+        with averaged_weights(optimizer, model), torch.no_grad():
             logits = model(input_ids=tokens).logits
         place = save_averaged(model, optimizer, folder / f"tied-{tied}")
         loaded = LlamaForCausalLM.from_pretrained(place)

@@ -371,7 +371,7 @@ def swap(folder):
             step(wrapped, optimizer, number, torch.float32, my_share())
         x, y = (part.float() for part in batch(9))
         before, live_loss = snapshot(optimizer), _loss(wrapped, x, y)
-        block = averaged_weights(optimizer)
+        block = averaged_weights(optimizer, wrapped)
         with at_most(0):
             block.__enter__()
         loss = _loss(wrapped, x, y)
@@ -424,3 +424,101 @@ def skipped_steps(folder):
             assert_same_on_all_ranks([torch.stack([count.double() for count in counts])], "counts")
         assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
         assert_trained_alike(model, optimizer, single, expected)
+
+
+# --- Gathered copies --------------------------------------------------------------------------------
+
+
+class RootOwned(nn.Module):
+    """A model whose embedding and head belong to FSDP2's root, which stays gathered after a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+
+def make_root_owned(reshard=None):
+    torch.manual_seed(0)
+    model = RootOwned().double()
+    if reshard is not None:
+        how = {} if reshard == "usual" else {"reshard_after_forward": reshard}
+        for layer in model.layers:
+            fully_shard(layer, **how)
+        fully_shard(model, **how)
+    return model
+
+
+def _token_loss(model, number):
+    tokens = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(number))
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def fsdp2_evaluations(folder):
+    """Evaluations of live and average change no training step, whichever modules stay gathered."""
+
+    def losses(model, optimizer, show):
+        found = []
+        for number in range(6):
+            optimizer.zero_grad()
+            loss = _token_loss(model, number)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+            if number % 2:
+                with torch.no_grad():
+                    found.append(_token_loss(model, 99).item())  # gathers live
+                    with show(model, optimizer):
+                        found.append(_token_loss(model, 99).item())
+                    found.append(_token_loss(model, 98).item())
+        return found
+
+    @contextlib.contextmanager
+    def by_modes(model, optimizer):
+        optimizer.eval(model)
+        yield
+        optimizer.train()
+
+    def in_a_block(model, optimizer):
+        return averaged_weights(optimizer, model=model)
+
+    def left_to_the_step(model, optimizer):
+        return contextlib.nullcontext(optimizer.eval(model))
+
+    for show, reshard in itertools.product((in_a_block, by_modes, left_to_the_step), (True, False, "usual")):
+        single, model = make_root_owned(), make_root_owned(reshard)
+        expected = losses(single, scaled(single), show)
+        ours = losses(model, scaled(model), show)
+        assert torch.allclose(torch.tensor(ours), torch.tensor(expected), rtol=1e-9), (show, reshard, ours)
+
+
+def fsdp2_needs_the_model(folder):
+    """Without it nothing is shown, and the message says what to write; nor with the model of others."""
+    model, other = make_root_owned("usual"), make_root_owned("usual")
+    optimizer = scaled(model)
+    _token_loss(model, 0).backward()
+    optimizer.step()
+    before = snapshot(optimizer)
+    for show in (averaged_weights, lambda *args: contextlib.nullcontext(optimizer.eval(*args[1:]))):
+        for args, error, words in (
+            ((), RuntimeError, "averaged_weights(optimizer, model=model)"),
+            ((other,), ValueError, "the model"),
+        ):
+            try:
+                with show(optimizer, *args):
+                    raise AssertionError("nothing was raised")
+            except error as raised:
+                assert words in str(raised), raised
+            assert not optimizer.shows_average()
+            assert_same_bits_of(before, snapshot(optimizer))
+
+
+def assert_same_bits_of(before, after):
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)

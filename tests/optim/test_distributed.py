@@ -17,6 +17,7 @@ FOUR_ONLY = ("fsdp2_around_tensor_parallelism",)
 ANY_NUMBER = (
     *("ddp_training", "fsdp2_training", "fsdp2_low_precision", "fsdp2_int8_is_refused"),
     *("fsdp2_collectives", "fsdp2_caches", "swap", "skipped_steps", "gradients_cut_otherwise"),
+    *("fsdp2_evaluations", "fsdp2_needs_the_model"),
     *("reshard", "full_states", "int8_to_shards", "pretrained", "export_memory"),
 )
 # With two ranks in test-all only: some of what they ask, others of these ask too.

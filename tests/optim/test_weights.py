@@ -247,26 +247,6 @@ def test_a_failing_swap_leaves_live_and_average_as_they_were(monkeypatch):
     assert_same_bits(before, everything(optimizer))
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_an_interrupted_exchange_changes_neither(fails_at):
-    from paceline.optim.weights import _exchange_
-
-    class Interrupting(torch.Tensor):
-        copies = 0
-
-        def copy_(self, source):
-            result = super().copy_(source)
-            Interrupting.copies += 1
-            if Interrupting.copies == fails_at:
-                raise KeyboardInterrupt
-            return result
-
-    a, b = torch.ones(3).as_subclass(Interrupting), torch.zeros(3).as_subclass(Interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        _exchange_(a, b)
-    assert a.tolist() == [1.0] * 3 and b.tolist() == [0.0] * 3
-
-
 def test_exchange_needs_the_memory_of_the_largest_tensor():
     shapes = [(256, 256)] * 8
     parameters = make_parameters(dtype=torch.float32, shapes=shapes)
@@ -278,19 +258,6 @@ def test_exchange_needs_the_memory_of_the_largest_tensor():
 
     peak = peak_bytes(show_and_hide)
     assert 0 < peak <= 256 * 256 * 4 + 4096
-
-
-def test_parameters_that_share_a_storage_are_restored():
-    base = torch.randn(6)
-    first, second = nn.Parameter(base[:]), nn.Parameter(base[:])
-    optimizer = PACE([first, second], lr=1e-2)
-    for _ in range(3):
-        first.grad, second.grad = torch.ones(6), torch.full((6,), -3.0)
-        optimizer.step()
-    before = everything(optimizer)
-    with averaged_weights(optimizer):
-        pass
-    assert_same_bits(before, everything(optimizer))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

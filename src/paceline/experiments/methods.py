@@ -160,14 +160,14 @@ def make_schedule(run: Run, optimizer: Optimizer, steps: int) -> LRScheduler:
     return _called(name, partial(SCHEDULES[name], optimizer, warmup=warmup, **settings))
 
 
-def make_views(optimizer: Optimizer) -> tuple[dict[str, View], str]:
-    """The weights to evaluate, by name, and the name of those that are returned."""
+def make_views(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, View], str]:
+    """The weights of the model to evaluate, by name, and the name of those that are returned."""
     views: dict[str, View] = {"live": nullcontext}
     base = optimizer.base if isinstance(optimizer, Averages) else optimizer
     if isinstance(base, KeepsAverage):
-        views["average"] = partial(averaged_weights, base)
+        views["average"] = partial(averaged_weights, base, model)
     if isinstance(optimizer, Averages):
-        views |= {name: partial(averaged_weights, optimizer[name]) for name in optimizer}
+        views |= {name: partial(averaged_weights, optimizer[name], model) for name in optimizer}
     return views, returned_of(views)
 
 

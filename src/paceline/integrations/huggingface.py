@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from paceline.optim import PACE, averaged_weights, save_averaged
-from paceline.optim.weights import keeper_of
+from paceline.optim.weights import keeper_of, unknown_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +176,11 @@ def _refusal(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) ->
         return "parameters sharded by FSDP2 are not supported in the Trainer yet; use DDP"
     if {*map(id, trained)} - {*map(id, model.parameters())}:
         return f"{type(keeper).__name__} trains parameters that are not the model's own"
+    if unknown := unknown_parameters([keeper], model):
+        return (
+            f"{type(keeper).__name__} does not train {len(unknown)} trainable parameter(s) of the model, "
+            f"first '{unknown[0]}', so there is no average of them; freeze them or give them to it"
+        )
     if args.load_best_model_at_end and args.save_only_model:
         return (
             "load_best_model_at_end=True with save_only_model=True: the best average is loaded from "

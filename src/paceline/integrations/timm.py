@@ -44,7 +44,7 @@ class PaceModelEma:
         """What the model computes with the average. Live weights are back in it afterwards."""
         if self._keeper.shows_average():
             return self._model(*args, **kwargs)
-        with averaged_weights(self._keeper):
+        with averaged_weights(self._keeper, self._model):
             return self._model(*args, **kwargs)
 
     def eval(self) -> "PaceModelEma":

@@ -24,7 +24,7 @@ class PaceOptimizersContainer(OptimizersContainer):
     """torchtitan's container of optimizers, with a PACE for each part of the model.
 
     All groups of its configuration say `optimizer_name="PACE"`; their `optimizer_kwargs` are settings of
-    `PACE`. `averaged_weights(container)` shows the averages of all parts.
+    `PACE`. `averaged_weights(container, torch.nn.ModuleList(model_parts))` shows the averages of all parts.
 
     .. code-block:: python
 
@@ -72,11 +72,14 @@ class PaceOptimizersContainer(OptimizersContainer):
         """Whether the parameters hold the average at present."""
         return any(optimizer.shows_average() for optimizer in self.optimizers)
 
-    def eval(self) -> None:
-        """Put the average into the parameters of all parts, or, where that fails, of none."""
+    def eval(self, model: nn.Module | None = None) -> None:
+        """Put the average into the parameters of all parts, or, where that fails, of none.
+
+        Sharded parameters need the model, e.g. `torch.nn.ModuleList(model_parts)`.
+        """
         try:
             for optimizer in self.optimizers:
-                optimizer.eval()
+                optimizer.eval(model)
         except BaseException:
             self.train()
             raise
@@ -117,7 +120,8 @@ class AveragedValidator(Validator):
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Report the loss of the average."""
-        with averaged_weights(keeper_of(self.metrics_processor.optimizers)):
+        model = nn.ModuleList(model_parts)
+        with averaged_weights(keeper_of(self.metrics_processor.optimizers), model):
             super().validate(model_parts, step)
 
 
@@ -126,5 +130,5 @@ def save_averaged_checkpoint(optimizers: PaceOptimizersContainer, folder: str | 
 
     On every rank, of all parts of the model, sharded as they are, in the precision of the weights.
     """
-    with averaged_weights(optimizers):
+    with averaged_weights(optimizers, nn.ModuleList(optimizers.model_parts)):
         save(ModelWrapper(optimizers.model_parts).state_dict(), checkpoint_id=os.fspath(folder))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from paceline.optim.checks import is_number, require
@@ -377,7 +377,12 @@ class View:
         """Whether the parameters hold this average at present."""
         return bool(self.owner.param_groups[0][self.owner.format.hold] == self.name)
 
-    def eval(self) -> None:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer that keeps it."""
+        return self.owner.param_groups
+
+    def eval(self, model: nn.Module | None = None) -> None:
         """Put this average into the parameters; refused while they hold another one."""
         self.owner._notice_stale_load()
         if self.shows_average():
@@ -386,6 +391,7 @@ class View:
             raise RuntimeError(
                 f"the parameters hold another average; leave its block or call train() before {self.name!r}"
             )
+        self.owner._enter(model)
         self.owner._show_all(self.name)
 
     def train(self) -> None:

@@ -8,14 +8,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.optim import weights
 from paceline.optim.checks import warn
 from paceline.optim.loading import Format, Saved, admit
-from paceline.optim.sharded import same_values, sharded_like
-from paceline.optim.state import State, is_seeded, take_averages
+from paceline.optim.sharded import drop_gathered, is_any_sharded, same_values, sharded_like
+from paceline.optim.state import State, is_seeded, name_of, overlapping, take_averages
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -33,6 +33,8 @@ class Averaging(Optimizer, ABC):
     """An optimizer of this kind underneath: only one of the two may show an average."""
     _outer: "Averaging | None"
     """Likewise, around this one."""
+    _model: nn.Module | None
+    """The model in which the average is shown, where `eval` was told."""
     after_exchange: Callable[[], None] | None
     """For whoever computes with copies of our parameters: called when those changed places with averages."""
 
@@ -43,13 +45,45 @@ class Averaging(Optimizer, ABC):
         self._loaded_live: dict[Tensor, Tensor] = {}
         self._loaded_name = self._returned_name
         # Not a setting: every checkpoint says which weights the parameters held when it was made.
+        self._built = False
         super().__init__(params, {**defaults, self.format.hold: "live"})
+        self._refuse_shared_memory()
+        self._built = True
 
     def _complete(self) -> None:
         """What a kind of optimizer does not say itself, and what is not pickled."""
-        usual = {"_returned_name": "average", "_views": ()}
-        for name, value in {**usual, "_inner": None, "_outer": None, "after_exchange": None}.items():
+        usual = {"_returned_name": "average", "_views": (), "_built": True}
+        for name, value in {
+            **usual,
+            "_inner": None,
+            "_outer": None,
+            "_model": None,
+            "after_exchange": None,
+        }.items():
             self.__dict__.setdefault(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does; parameters that share memory with others are refused."""
+        super().add_param_group(param_group)
+        if self._built:
+            try:
+                self._refuse_shared_memory()
+            except ValueError:
+                self.param_groups.pop()
+                raise
+
+    def _refuse_shared_memory(self) -> None:
+        """Raise ValueError with both names if an update of one parameter would change another."""
+        names: dict[Tensor, str] = {}  # one that is listed twice is one, as to torch
+        for number, group in enumerate(self.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, name_of(group, number, i))
+        if (pair := overlapping(list(names))) is not None:
+            first, second = (list(names.values())[place] for place in pair)
+            raise ValueError(
+                f"{first} and {second} lie in the same memory, so each would be moved and "
+                "averaged twice; use one Parameter in both places (tied weights), or clone one of them"
+            )
 
     # --- What a kind of optimizer has to say ------------------------------------------------------
 
@@ -123,14 +157,50 @@ class Averaging(Optimizer, ABC):
         """Whether the parameters hold the average at present."""
         return bool(self.param_groups[0][self.format.hold] != "live")
 
+    def _enter(self, model: nn.Module | None) -> None:
+        """Take note of the model whose gathered copies of weights are dropped at every exchange.
+
+        Raises RuntimeError for sharded parameters without it, and ValueError for a model of other ones.
+        """
+        if is_any_sharded(self._members()):
+            if model is None:
+                raise RuntimeError(
+                    "the parameters are sharded, and FSDP2 may keep gathered copies of them that hold other "
+                    "weights; name the model: averaged_weights(optimizer, model=model), or "
+                    "optimizer.eval(model) and optimizer.train(model)"
+                )
+            drop_gathered(model)  # gathered weights take the place of parameters
+            own = {id(parameter) for parameter in model.parameters()}
+            lost = sum(id(parameter) not in own for parameter in self._members())
+            if lost:
+                raise ValueError(
+                    f"{lost} parameter(s) of the {type(self).__name__} are not of the model given; pass the "
+                    "whole model that it trains (of several parts, torch.nn.ModuleList(parts))"
+                )
+        self._model = model
+
+    def _drop_copies(self) -> None:
+        """Drop what torch keeps of the weights: gathered ones, and autocast's of lower precision."""
+        torch.clear_autocast_cache()
+        if self._model is not None:
+            drop_gathered(self._model)
+
     def _in_block(self) -> bool:
-        keepers = (weights.innermost(self), *self._views) if weights.in_any_block() else ()
+        keepers = self._keepers() if weights.in_any_block() else ()
         return any(map(weights.in_block, keepers))
 
-    def eval(self) -> None:
-        """Put the average into the parameters, until `train()` or the next `step()`."""
+    def _keepers(self) -> tuple[object, ...]:
+        """Return what `averaged_weights` may know this optimizer by."""
+        return weights.innermost(self), *self._views
+
+    def eval(self, model: nn.Module | None = None) -> None:
+        """Put the average into the parameters, until `train()` or the next `step()`.
+
+        Sharded parameters need the model: what FSDP2 has gathered of it is dropped.
+        """
         self._notice_stale_load()
         if not self.shows_average():
+            self._enter(model)
             self._show_all(self._returned_name)
 
     # Evaluation often runs in inference mode, where new tensors could not be written to later.
@@ -140,8 +210,9 @@ class Averaging(Optimizer, ABC):
         self._refuse_behind_outer()
         if self._inner is not None:
             self._inner.train()  # what is set aside must be live
-        self._mark(name)
         try:
+            self._mark(name)
+            self._drop_copies()
             for tensor, state in list(self._remembered()):
                 if is_seeded(state):
                     self._show(name, tensor, state)
@@ -151,10 +222,24 @@ class Averaging(Optimizer, ABC):
             self._put_live_back()
             raise
 
-    def train(self) -> None:
-        """Put the live weights back into the parameters; nothing happens if they are there."""
-        if self.shows_average() and self._in_block():
-            raise RuntimeError("train() inside averaged_weights: leave the block instead")
+    def train(self, model: nn.Module | None = None, *, force: bool = False) -> None:
+        """Put the live weights back into the parameters; nothing happens if they are there.
+
+        `model` is only needed for sharded parameters, where `eval(model)` did not show the average but a
+        load did. `force=True` also ends a block of `averaged_weights` that an interrupt has left open.
+        """
+        self._notice_stale_load()
+        if self.shows_average():
+            if force:
+                for keeper in self._keepers():
+                    weights.abandon_block(keeper)
+            if self._in_block():
+                raise RuntimeError(
+                    "train() inside averaged_weights: leave the block instead. If an interrupt has left it "
+                    "open, call train(force=True)"
+                )
+            if model is not None or self._model is None:
+                self._enter(model)
         self._put_live_back()
 
     def _refuse_behind_outer(self) -> None:
@@ -167,18 +252,23 @@ class Averaging(Optimizer, ABC):
     def _put_live_back(self) -> None:
         self._notice_stale_load()
         if self.shows_average():
-            self._restore_live()
+            try:
+                self._restore_live()
+            except BaseException:  # an interrupt: what is restored already is passed over
+                self._restore_live()
+                raise
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _restore_live(self) -> None:
-        # Backwards, so that parameters sharing one storage end as they began.
-        for tensor, state in reversed(list(self._remembered())):
+        self._drop_copies()
+        for tensor, state in list(self._remembered()):
             if "live" in state:
                 self._hide(tensor, state)
-        self._mark("live")
         if self.after_exchange is not None:
             self.after_exchange()
+        self._mark("live")
+        self._model = None
 
     def _notice_stale_load(self) -> bool:
         """Whether a model checkpoint made of the average was loaded over live weights that came with ours.
@@ -188,10 +278,8 @@ class Averaging(Optimizer, ABC):
         """
         if not self._loaded_live:
             return False
-        loaded = dict(self._loaded_live)
-        self._loaded_live.clear()
         stale = False
-        for parameter, live in loaded.items():
+        for parameter, live in self._loaded_live.items():
             state = self._memory.get(parameter)
             if not state:
                 continue
@@ -202,10 +290,12 @@ class Averaging(Optimizer, ABC):
                 stale = True
         if stale:
             self._mark(self._loaded_name)
+        self._loaded_live.clear()  # last: whatever interrupts this, it is noticed again
         return stale
 
     def _mark(self, held: str) -> None:
-        for group in self.param_groups:
+        # The first group tells what is shown: the first to be marked, and the last to be cleared.
+        for group in self.param_groups if held != "live" else reversed(self.param_groups):
             group[self.format.hold] = held
 
     def make_ready_to_step(self) -> None:
@@ -341,12 +431,13 @@ class Averaging(Optimizer, ABC):
         """Take in a state that `admit` let pass and torch mapped to our parameters."""
         held = self.param_groups[0][self.format.hold]
         # A fresh optimizer in eval mode shows nothing yet; what is loaded next is live.
-        showed = any("live" in entry for entry in self._memory.values())
+        showed, model = any("live" in entry for entry in self._memory.values()), self._model
         self._put_live_back()
         try:
             self._take_groups(state, param_groups)
         except BaseException:
             if showed:
+                self._model = model
                 self._show_all(held)
             raise
         self._loaded_name = self.param_groups[0][self.format.hold]
@@ -366,6 +457,7 @@ class Averaging(Optimizer, ABC):
         self._memory = adopted
         if showed:
             self._loaded_live.clear()
+            self._model = model
             self._show_all(held)
 
 
@@ -375,12 +467,21 @@ def reset_average(optimizer: Optimizer) -> None:
     Until its next step a parameter's average is again its live weight, so weights may still be loaded.
     Moments and step counts stay, and with them the averaging rate.
 
+    If the model was loaded after the optimizer, from a checkpoint of the average, live weights come back
+    with a warning.
+
     >>> import torch, paceline
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = paceline.PACE(model.parameters())
     >>> paceline.reset_average(optimizer)
     """
     keeper = weights.keeper_of(optimizer)
+    if isinstance(keeper, Averaging) and keeper._notice_stale_load():
+        warn(
+            "the model was loaded after the optimizer, from a checkpoint of the average; live weights come "
+            "back now, and averages start from them. Load the model first, or call optimizer.train() after "
+            "loading; to start from the average, load it after that"
+        )
     keeper.train()
     if not isinstance(keeper, Averaging):
         raise TypeError(f"reset_average takes the optimizer itself, not {type(keeper).__name__}")
@@ -410,6 +511,9 @@ def _settle(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 entries = {moving[0]: parameter.detach(), **entries}
                 copies = {k: entries[k].clone() for k in moving if k in entries}
                 entries = {**entries, **copies}
+            else:  # a block that begins later leaves them as they are
+                lent = {k: weights.lend(entries[k]) for k in moving if k in entries}
+                entries = {**entries, **lent}
             if packed_by is not None:
                 entries = packed_by(optimizer._live(parameter, entries), entries, group)
             state_dict["state"][key] = entries

@@ -79,9 +79,12 @@ def admit(
         if isinstance(state.get(key), dict):
             state[key] = Saved(state[key], format.prefix)
     without: dict[str, list[str]] = {}
+    _check_order(optimizer.param_groups, state_dict["param_groups"])
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"])):
         settings = {k: v for k, v in own.items() if k not in ("params", "param_names")}
         settings |= {k: v for k, v in saved.items() if k not in format.ignored}
+        if "param_names" in own and _is_matched_by_name(saved):
+            settings["param_names"] = own["param_names"]  # the saved ones are in the saved order
         if settings.get("return_power") is None and _asked_to_return(own, optimizer.defaults):
             settings["return_power"] = own["return_power"]  # a state from before it was asked for
         format.check(settings)
@@ -107,6 +110,45 @@ def admit(
     # What torch refuses next (another number of groups or parameters) must reach it unchanged.
     groups += state_dict["param_groups"][len(groups) :]
     return {**state_dict, "param_groups": groups, "state": state}
+
+
+def _check_order(own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Raise ValueError if parameters of the same names stand in another order in the saved groups.
+
+    A state says by their place which parameter is which. Names that the other side does not have at all
+    are taken for new names of the same parameters.
+    """
+    if any(map(_is_matched_by_name, saved)):
+        return
+    ours, theirs = (
+        [
+            (f"{i} of group {n}", _plain(x))
+            for n, g in enumerate(groups)
+            for i, x in enumerate(g["param_names"])
+        ]
+        if all("param_names" in group for group in groups)
+        else []
+        for groups in (own, saved)
+    )
+    both = {name for _, name in ours} & {name for _, name in theirs}
+    for (place, name), (_, other) in zip(ours, theirs):
+        if name != other and (name in both or other in both):
+            raise ValueError(
+                f"parameter {place} is '{name}', and in the saved state '{other}'; nothing was loaded. Build "
+                "the optimizer with its parameters in the saved order. If only names have changed, take "
+                "'param_names' out of the state's groups: parameters are then matched by place"
+            )
+
+
+def _is_matched_by_name(saved: dict[str, Any]) -> bool:
+    """Return whether torch.distributed.checkpoint has put a saved group into our order, by names."""
+    return any(isinstance(key, str) for key in saved["params"])
+
+
+def _plain(name: str) -> str:
+    """Return a name without what wrappers add to it (torch.compile, DataParallel, checkpointing)."""
+    added = ("_orig_mod", "_checkpoint_wrapped_module", "module")
+    return ".".join(part for part in name.split(".") if part not in added)
 
 
 def _asked_to_return(own: dict[str, Any], said: dict[str, Any]) -> bool:

@@ -1,11 +1,11 @@
 """What a parameter sharded over several ranks (a DTensor) needs; nothing else here knows of them."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
@@ -21,6 +21,26 @@ def _is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     # No DTensor exists before its module is imported, and importing it costs every user half a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether one of the tensors is sharded."""
+    return any(map(_is_sharded, tensors))
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Free the weights that FSDP2 has gathered in a model, and put the sharded parameters back into it.
+
+    Some modules keep what they gathered after a forward pass. If the shards then change, the copies are of
+    other weights.
+    """
+    # No such module exists before torch's own module is imported.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def mesh_of(tensor: Tensor) -> "DeviceMesh | None":

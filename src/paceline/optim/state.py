@@ -12,10 +12,13 @@ average_scale, returned_scale         (blocks,) float32, only with int8
 With betas[0] = 0 the first moment is the gradient, and is not kept.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.optim.recipe import AverageDtype
 from paceline.optim.sharded import local, mesh_of, sharded_like, whole
@@ -329,3 +332,39 @@ def is_expanded(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return the places of two tensors that share an element of memory; None if there are none."""
+    by_storage: dict[int, list[tuple[int, int, int, Tensor]]] = {}
+    for place, tensor in enumerate(tensors):
+        if is_lazy(tensor) or is_traceable_wrapper_subclass(part := local(tensor.detach())):
+            continue
+        if part.layout == torch.strided and not part.is_meta and part.numel():
+            steps = ((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+            start = part.storage_offset() * part.element_size()
+            end = start + (sum(steps) + 1) * part.element_size()
+            address = part.untyped_storage().data_ptr()
+            by_storage.setdefault(address, []).append((int(start), int(end), place, part))
+    for address, members in by_storage.items():
+        if address != 0 and len(members) > 1:
+            near: list[tuple[int, int, int, Tensor]] = []
+            for member in sorted(members, key=lambda member: member[:3]):
+                near = [*(known for known in near if known[1] > member[0]), member]
+                if len(near) > 1 and (known := _shares(near)) is not None:
+                    return known, member[2]
+    return None
+
+
+def _shares(near: "list[tuple[int, int, int, Tensor]]") -> int | None:
+    """Return the place of the first tensor that shares a byte with the last; None if they interleave."""
+    start, end = min(member[0] for member in near), max(member[1] for member in near)
+    used = torch.zeros(end - start, dtype=torch.bool)
+
+    def bytes_of(member: tuple[int, int, int, Tensor]) -> Tensor:
+        part, size = member[3], member[3].element_size()
+        strides = (*(step * size for step in part.stride()), 1)
+        return used.as_strided((*part.shape, size), strides, member[0] - start)
+
+    bytes_of(near[-1]).fill_(True)
+    return next((member[2] for member in near[:-1] if bytes_of(member).any()), None)
