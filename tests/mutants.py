@@ -2444,7 +2444,7 @@ WEIGHTS = [
         "averaging.py",
         "                self._restore_live()\n                raise\n",
         "                raise\n",
-        ("tests/optim/test_attacks.py::test_an_interrupt_around_every_copy",),
+        ("tests/optim/test_attacks.py::test_live_is_back_after_an_interrupt_of_train",),
     ),
     Mutant(
         "weights-export-is-no-copy",

@@ -299,6 +299,25 @@ def test_an_interrupt_around_every_copy(kind, when, monkeypatch):
     assert 4 <= copies < 19
 
 
+def test_live_is_back_after_an_interrupt_of_train(monkeypatch):
+    """Without a block too: half of the parameters would show the average."""
+    parameters, optimizer = many("float32", count=4)
+    expected, live = values(optimizer), [p.detach().clone() for p in parameters]
+    optimizer.eval()
+    genuine, fails = torch.Tensor.copy_, Fails(3)
+
+    def copy_(self, *args, **kwargs):
+        fails()
+        return genuine(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    with pytest.raises(Interrupt):
+        optimizer.train()
+    assert not optimizer.shows_average()
+    assert_same_bits(values(optimizer), expected)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, live, strict=True))
+
+
 def test_not_a_number_is_no_obstacle():
     """Weights with NaN are put back as they were, also after an interrupt."""
     parameters, optimizer = many("float32", count=3)
