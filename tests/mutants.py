@@ -2399,10 +2399,7 @@ WEIGHTS = [
         "weights.py",
         "    state[key] = kept\n",
         "",
-        (
-            _SHOWN,
-            _FORGOTTEN,
-        ),
+        ("tests/optim/test_attacks.py::test_an_interrupt_around_every_copy",),
     ),
     Mutant(
         "weights-cast-while-shown-lost",
