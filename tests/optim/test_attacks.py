@@ -173,7 +173,7 @@ def test_a_block_of_several_optimizers_is_left_as_a_whole():
 
 def test_one_of_several_averages_knows_its_parameters_before_the_first_step():
     model = linear_model()
-    optimizer = Averages(torch.optim.AdamW(model.parameters()), {"long": PowerLaw(0.7)})
+    optimizer = KINDS["averages"](model.parameters())
     assert_same_bits(averaged_state_dict(model, optimizer["long"]), dict(model.state_dict()))
 
 
@@ -297,6 +297,25 @@ def test_an_interrupt_around_every_copy(kind, when, monkeypatch):
         assert_same_bits(values(optimizer), expected)
         assert all(torch.equal(p, q) for p, q in zip(parameters, live, strict=True))
     assert 4 <= copies < 19
+
+
+def test_live_is_back_after_an_interrupt_of_train(monkeypatch):
+    """Without a block too: half of the parameters would show the average."""
+    parameters, optimizer = many("float32", count=4)
+    expected, live = values(optimizer), [p.detach().clone() for p in parameters]
+    optimizer.eval()
+    genuine, fails = torch.Tensor.copy_, Fails(3)
+
+    def copy_(self, *args, **kwargs):
+        fails()
+        return genuine(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    with pytest.raises(Interrupt):
+        optimizer.train()
+    assert not optimizer.shows_average()
+    assert_same_bits(values(optimizer), expected)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, live, strict=True))
 
 
 def test_not_a_number_is_no_obstacle():
@@ -441,10 +460,6 @@ def test_reset_average_says_that_live_comes_back():
 # --- Parameters in one memory -----------------------------------------------------------------------
 
 
-def _flat():
-    return torch.randn(12)
-
-
 OVERLAPPING = {
     "the same": lambda flat: (flat[:], flat[:]),
     "a part": lambda flat: (flat[:8], flat[7:]),
@@ -463,7 +478,7 @@ APART = {
 
 @pytest.mark.parametrize("kind", OVERLAPPING)
 def test_parameters_in_one_memory_are_refused_by_name(kind):
-    parameters = [nn.Parameter(part) for part in OVERLAPPING[kind](_flat())]
+    parameters = [nn.Parameter(part) for part in OVERLAPPING[kind](torch.randn(12))]
     pairs = list(zip(("first", "second"), parameters, strict=True))
     with pytest.raises(ValueError, match=r"'(first|second)' and parameter '(first|second)' lie in the same"):
         PACE(pairs)
@@ -475,7 +490,7 @@ def test_parameters_in_one_memory_are_refused_by_name(kind):
 
 @pytest.mark.parametrize("kind", APART)
 def test_views_that_share_nothing_are_taken(kind):
-    PACE([nn.Parameter(part) for part in APART[kind](_flat())])
+    PACE([nn.Parameter(part) for part in APART[kind](torch.randn(12))])
 
 
 def test_parameters_of_all_kinds_are_looked_at():
