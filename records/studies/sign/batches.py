@@ -5,7 +5,8 @@ continues a batch on another machine:
 
     python records/studies/sign/batches.py a --text wiki --held-out first.jsonl --out runs --keep new.jsonl
 
-Stop it any time; runs that had not finished continue from their checkpoints in --out.
+Stop it any time; runs that had not finished continue from their checkpoints in --out. Optimizers are written
+as the engine of commit ea5a979 reads them: run batches from a checkout of that commit with this folder in it.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 
 Model, data, order of samples and initial weights are the engine's, so a seed means the same run in both. Here
 a control may grow over the run, read its gap after the base's step, or act on Muon, NAdam or AdEMAMix, and a
-run may be continued with several decays. Every line has the fields of the engine's records.
-
+run may be continued with several decays. Every line has the fields of the engine's records. For example:
     python records/studies/sign/lab.py check --text wiki --held-out first.jsonl --keep new.jsonl --jobs 12
 """
 
@@ -33,7 +32,6 @@ from paceline.lm.shards import Windows
 from paceline.optim import parameter_groups
 from paceline.optim.baselines import AdEMAMix
 
-HERE = Path(__file__).parent
 POWERS = (0.5, 0.6, 0.7, 0.8)
 
 
@@ -179,8 +177,7 @@ def train(lab: Lab, text: str, held_out: str) -> Iterator[dict[str, Any]]:
             if t % max(1, lab.steps // 8) == 0:
                 yield t, judge()
 
-    branches = [lab, *(replace(lab, decay=d, forks=(), method=f"{lab.method}-wsd") for d in lab.forks)]
-    for one in branches:
+    for one in (lab, *(replace(lab, decay=d, forks=(), method=f"{lab.method}-wsd") for d in lab.forks)):
         start = 0 if one is lab else lab.steps - round(one.decay * lab.steps)
         if start:
             weights, kept, states = copy.deepcopy(saved[start])
@@ -196,7 +193,7 @@ def train(lab: Lab, text: str, held_out: str) -> Iterator[dict[str, Any]]:
             "parameters": live.numel(), "outcome": "finished" if ended else "diverged",
             "data": {"fingerprint": samples.fingerprint, "held_out_fingerprint": judges.fingerprint},
             "seconds": round(time.time() - began, 1), "evaluations": found, "train": [], "pull": [],
-            "method": one.method, "setting": asdict(one), "lr": one.lr,
+            "lr": one.lr, "method": one.method, "setting": asdict(one),
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         }  # fmt: skip
 
@@ -222,7 +219,6 @@ BATCHES = {"check": check, "growth": growth}
 
 
 def _done(job: tuple[Lab, str, str]) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
     return list(train(*job))
 
 
@@ -235,7 +231,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, required=True, help="file that gets a line for each run")
     parser.add_argument("--jobs", type=int, default=8, help="runs in parallel [8]")
     given = parser.parse_args()
-    known = set(lines.read(sorted(HERE.glob("2*.jsonl"))))
+    known = set(lines.read(sorted(Path(__file__).parent.glob("2*.jsonl"))))
     runs = [(batch, one) for batch in given.batches for one in BATCHES[batch]() if one.name not in known]
     batch_of = {one.name: batch for batch, one in runs}
     context = multiprocessing.get_context("spawn")
