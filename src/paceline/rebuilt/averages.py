@@ -1,0 +1,189 @@
+"""Ways to average the live weights, for `attach(optimizer, averages={"long": HalfLife(0.1)})`."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from paceline.rebuilt.foreach import move_averages_
+from paceline.rebuilt.settings import is_number, require
+
+Parts = dict[str, list[Tensor]]
+
+
+@runtime_checkable
+class Average(Protocol):
+    """One way to average. It keeps a few tensors (parts) like each parameter, all live before the first
+    step."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts."""
+
+    def move_(self, parts: Parts, lives: list[Tensor], t: int) -> None:
+        """Take in the live weights after step t = 1, 2, …; a list has an entry for each parameter."""
+
+    def returned(self, parts: Mapping[str, Tensor], live: Tensor) -> Tensor:
+        """Return the average of one parameter."""
+
+
+class _ByRate:
+    """An average that moves by a rate(t): average ← (1 − rate) · average + rate · live."""
+
+    parts = ("average",)
+
+    def rate(self, t: int) -> float:
+        raise NotImplementedError
+
+    def move_(self, parts: Parts, lives: list[Tensor], t: int) -> None:
+        move_averages_(parts["average"], lives, self.rate(t))
+
+    def returned(self, parts: Mapping[str, Tensor], live: Tensor) -> Tensor:
+        return parts["average"]
+
+
+@final
+@dataclass(frozen=True)
+class PowerLaw(_ByRate):
+    """The average of PACE: its rate is (1 + t)^-power, from power 0 (live) to 1 (all steps alike).
+
+    >>> PowerLaw(0.5).rate(3)
+    0.5
+    """
+
+    power: float
+
+    def __post_init__(self) -> None:
+        require(is_number(self.power) and 0 <= self.power <= 1, "power", self.power, "0 <= power <= 1")
+
+    def rate(self, t: int) -> float:
+        return float((1 + t) ** -self.power)
+
+
+@final
+@dataclass(frozen=True)
+class Polynomial(_ByRate):
+    """The mean of steps 1 … t with weights that grow like s^power.
+
+    Power 0 is the uniform mean; for large powers the last 1/power of the run counts. The weights are
+    Γ(s + power)/Γ(s), whose sums need no memory.
+
+    >>> Polynomial(1).rate(2) == 2 / (1 + 2)
+    True
+    """
+
+    power: float
+
+    def __post_init__(self) -> None:
+        require(is_number(self.power) and 0 <= self.power <= 30, "power", self.power, "0 <= power <= 30")
+
+    def rate(self, t: int) -> float:
+        return (self.power + 1) / (self.power + t)
+
+
+@final
+@dataclass(frozen=True)
+class FixedDecay(_ByRate):
+    """An EMA of fixed decay: average ← decay · average + (1 − decay) · live.
+
+    Up to step `start` the average is live.
+
+    >>> FixedDecay(0.75, start=10).rate(10), FixedDecay(0.75, start=10).rate(11)
+    (1.0, 0.25)
+    """
+
+    decay: float
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        require(is_number(self.decay) and 0 <= self.decay <= 1, "decay", self.decay, "0 <= decay <= 1")
+        require(isinstance(self.start, int) and self.start >= 0, "start", self.start, "an integer >= 0")
+
+    def rate(self, t: int) -> float:
+        return 1.0 if t <= self.start else 1 - self.decay
+
+
+@final
+@dataclass(frozen=True)
+class HalfLife(_ByRate):
+    """An EMA whose half-life is a fraction of the steps taken so far, so that it needs no length of a run.
+
+    >>> round(HalfLife(0.1).rate(10), 12)  # half-life 1
+    0.5
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        ok = is_number(self.fraction) and 0 < self.fraction < math.inf
+        require(ok, "fraction", self.fraction, "> 0 and finite")
+
+    def rate(self, t: int) -> float:
+        return -math.expm1(-math.log(2) / (self.fraction * t))
+
+
+@final
+@dataclass(frozen=True)
+class BEMA:
+    """The bias-corrected EMA (Block & Zhang, arXiv 2508.00180).
+
+    Every `every` steps the EMA moves to live by max((offset + scale · t)^-power, min_rate). It returns
+    ema + (offset + scale · t)^-bias_power · (live − live_0).
+    """
+
+    power: float = 0.5
+    bias_power: float = 0.2
+    offset: float = 10.0
+    scale: float = 1.0
+    every: int = 400
+    min_rate: float = 0.0
+
+    parts = ("average", "ema", "start")
+
+    def __post_init__(self) -> None:
+        require(is_number(self.power) and 0 <= self.power <= 1, "power", self.power, "0 <= power <= 1")
+        ok = is_number(self.bias_power) and 0 <= self.bias_power < math.inf
+        require(ok, "bias_power", self.bias_power, ">= 0 and finite")
+        require(isinstance(self.every, int) and self.every >= 1, "every", self.every, "an integer >= 1")
+        first = self.offset + self.scale
+        require(min(self.offset, self.scale) >= 0 and first >= 1, "offset + scale", first, ">= 1, both >= 0")
+        require(0 <= self.min_rate <= 1, "min_rate", self.min_rate, "0 <= min_rate <= 1")
+
+    def move_(self, parts: Parts, lives: list[Tensor], t: int) -> None:
+        if t % self.every:
+            return
+        now = self.offset + self.scale * t
+        move_averages_(parts["ema"], lives, max(now**-self.power, self.min_rate))
+        drifts = torch._foreach_neg(parts["start"])
+        torch._foreach_add_(drifts, lives)
+        torch._foreach_copy_(parts["average"], parts["ema"])
+        torch._foreach_add_(parts["average"], drifts, alpha=now**-self.bias_power)
+
+    def returned(self, parts: Mapping[str, Tensor], live: Tensor) -> Tensor:
+        return parts["average"]
+
+
+@final
+@dataclass(frozen=True)
+class Blend:
+    """A mean of live and another average: (1 − share) · live + share · average."""
+
+    average: Average
+    share: float
+
+    def __post_init__(self) -> None:
+        require(is_number(self.share) and 0 <= self.share <= 1, "share", self.share, "0 <= share <= 1")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.average.parts
+
+    def move_(self, parts: Parts, lives: list[Tensor], t: int) -> None:
+        self.average.move_(parts, lives, t)
+
+    def returned(self, parts: Mapping[str, Tensor], live: Tensor) -> Tensor:
+        average = self.average.returned(parts, live)
+        return torch.lerp(live.to(average.dtype), average, self.share)

@@ -1,0 +1,133 @@
+"""The update for one tensor. Read this first: every fast path must equal `pace_step_`.
+
+Two sets of weights: `live` is where gradients are taken, `average` is what is evaluated and returned.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.rebuilt.settings import Settings
+
+
+class Slot(NamedTuple):
+    """All that the update of one parameter touches. Everything but `grad` is modified."""
+
+    live: Tensor  # the parameter
+    grad: Tensor  # same shape and dtype as live
+    exp_avg: Tensor  # first moment, same shape and dtype as live
+    exp_avg_sq: Tensor  # second moment, likewise
+    average: Tensor  # same shape, at least float32: it steers
+    returned: Tensor | None  # same as average: it is returned instead; None: `average` is returned
+
+
+class StepScalars(NamedTuple):
+    """The numbers of one step."""
+
+    decay: float  # 1 − η · weight decay
+    step_size: float  # −η / (1 − β₁ᵗ)
+    root_correction: float  # √(1 − β₂ᵗ)
+    rate: float  # of the average that steers; 0 where averages rest
+    return_rate: float  # of the returned average, likewise
+    numerator: float  # the gain is numerator/(√v̂ + ε), or numerator itself
+    over_root: bool
+    limit: float  # of the gain
+    pulling: bool  # whether live is pulled at this step
+
+
+def step_scalars(t: int, settings: Settings) -> StepScalars:
+    """Return the numbers of a parameter's step t = 1, 2, …"""
+    control, (beta1, beta2) = settings.control, settings.betas
+    lr = settings.lr * control.step
+    averaging = t % control.every == 0
+    pulling = averaging if control.pull_every is None else t % control.pull_every == 0
+    power = control.power if control.return_power is None else control.return_power
+    rate = control.rate(t, control.power)
+    over_root = control.sizing == "paper"
+    # A strength of inf times a rate of 0 would be NaN; where lr is 0 nothing may move.
+    pulling = pulling and control.strength != 0 and settings.lr != 0
+    strength = control.strength * rate if pulling else 0.0
+    return StepScalars(
+        decay=1 - lr * settings.weight_decay,
+        step_size=lr / (1 - beta1**t) * -1,
+        root_correction=(1 - beta2**t) ** 0.5,
+        rate=rate if averaging else 0.0,
+        return_rate=control.rate(t, power) if averaging else 0.0,
+        numerator=settings.lr * strength if over_root else strength,
+        over_root=over_root,
+        limit=control.max_gain,
+        pulling=pulling,
+    )
+
+
+def shares(rate: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return 1 − rate and rate, rounded to the average's precision so that they sum to exactly 1.
+
+    Rounded one by one they do not, and their excess adds up over steps: weights that never move would drift
+    away with their average, by 2e-4 after 20,000 steps.
+    """
+    keep: float = torch.tensor(1 - rate, dtype=dtype).item()
+    return keep, 1 - keep
+
+
+def move_average_(average: Tensor, live: Tensor, rate: float) -> None:
+    """Move an average toward live: average ← (1 − rate) · average + rate · live."""
+    keep, move = shares(rate, average.dtype)
+    if keep == 0:  # 0 · average would be NaN at an infinite one
+        average.copy_(live)
+    elif move != 0:
+        average.mul_(keep).add_(live, alpha=move)
+
+
+def gain_(denominator: Tensor, at: StepScalars) -> Tensor:
+    """Return the gain of every coordinate, min(β_t R_i, max_gain), written over `denominator`."""
+    largest = torch.finfo(denominator.dtype).max  # an infinite gain times a gap of 0 would be NaN
+    if at.over_root:
+        denominator.reciprocal_().mul_(min(at.numerator, largest))
+    else:
+        denominator.fill_(at.numerator)
+    return denominator.clamp_(max=min(at.limit, largest))
+
+
+def pull_(live: Tensor, gap: Tensor, gain: Tensor) -> None:
+    """Move live along the gap: live ← live + gain · gap, in the precision of the gap."""
+    if live.dtype == gap.dtype:
+        live.addcmul_(gap, gain)
+    else:
+        live.add_(gap * gain)
+
+
+def pace_step_(slot: Slot, settings: Settings, t: int) -> None:
+    """Take step t = 1, 2, … for one parameter, in place. The reference.
+
+    The AdamW part has torch's order of operations, so that a control of strength 0 equals
+    `torch.optim.AdamW` bit for bit.
+    """
+    live, grad, exp_avg, exp_avg_sq, average, returned = slot
+    control, (beta1, beta2) = settings.control, settings.betas
+    at = step_scalars(t, settings)
+    if settings.maximize:
+        grad = -grad
+    if t == 1:  # the average begins as the weights before the first step
+        for mean in (average, returned):
+            if mean is not None:
+                mean.copy_(live)
+    gap = average - live if at.pulling and control.gap == "before" else None
+
+    if settings.weight_decay != 0:
+        live.mul_(at.decay)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt() / at.root_correction + settings.eps
+    live.addcdiv_(exp_avg, denominator, value=at.step_size)
+
+    if control.order == "average, then pull":
+        move_average_(average, live, at.rate)
+    if at.pulling:
+        gap = average - live if gap is None else gap
+        pull_(live, gap, gain_(denominator.to(average.dtype), at))
+    if control.order == "pull, then average":
+        move_average_(average, live, at.rate)
+    if returned is not None:
+        move_average_(returned, live, at.return_rate)
