@@ -116,8 +116,7 @@ def read(
     if without:
         loaded.notes.append(
             f"the loaded state has no average, or not all of them, of {without} parameter(s); what is "
-            f"missing "
-            "begins as the live weights at the next step"
+            "missing begins as the live weights at the next step"
         )
     return loaded
 
@@ -131,8 +130,7 @@ def _check_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 if here != there:
                     raise ValueError(
                         f"the saved state has parameter '{there}' in the place of '{here}': its parameters "
-                        f"are "
-                        "in another order or of another model; nothing was loaded"
+                        "are in another order or of another model; nothing was loaded"
                     )
 
 
@@ -151,8 +149,7 @@ def _check_live(own: dict[str, Any], hold: str, keeper: Keeper, parameter: Tenso
     if keeper.shown != "live":
         raise ValueError(
             f"the parameters hold the average now ({name} does), and this state has no live weights to go "
-            f"with "
-            "it; nothing was loaded. Call train() or leave averaged_weights, then load weights and state"
+            "with it; nothing was loaded. Call train() or leave averaged_weights, then load weights and state"
         )
 
 

@@ -329,8 +329,7 @@ def _unsupported(parameter: Tensor, storage: AverageDtype) -> str | None:
     if parameter.layout == torch.strided and any(size > 1 and stride == 0 for size, stride in strides):
         return (
             f"is an expanded tensor (strides {parameter.stride()}): several elements share one memory; "
-            f"clone it "
-            "first"
+            "clone it first"
         )
     return unsupported_storage(parameter, storage)
 

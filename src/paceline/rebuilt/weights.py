@@ -323,8 +323,7 @@ def keeper_of(optimizer: object) -> Keeper:
         if type(inside).__module__.split(".")[0] == "deepspeed":
             raise RuntimeError(
                 f"DeepSpeed's {type(inside).__name__} trains flat copies of the parameters, so that the "
-                f"model "
-                "would not hold the average; use DDP or FSDP2, or the Trainer of transformers with "
+                "model would not hold the average; use DDP or FSDP2, or the Trainer of transformers with "
                 "paceline.integrations.huggingface.AveragedModelCallback"
             )
         inside = inside.optimizer
@@ -523,8 +522,7 @@ def _check_covered(
     if missing:
         raise ValueError(
             f"{missing} trained parameter(s) do not appear in model.state_dict(keep_vars=True), so their "
-            f"averages "
-            "cannot be exported; a hook or an override of state_dict replaces them"
+            "averages cannot be exported; a hook or an override of state_dict replaces them"
         )
 
 
