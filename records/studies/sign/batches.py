@@ -32,11 +32,30 @@ POWERS = (0.5, 0.6, 0.7, 0.8)
 """κ of the averages that every method may return."""
 BEST = 3e-3
 """AdamW's best rate at 7M in the records of the first round; the grids of rivals are multiples of it."""
+_7M: dict[str, Any] = {
+    "model": "gpt:7m",
+    "length": 256,
+    "batch_size": 64,
+    "steps": 4000,
+    "evaluate_every": 500,
+}
+_SFT: dict[str, Any] = {"task": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "length": 1024}
+_SFT |= {"batch_size": 16, "steps": 300, "evaluate_every": 50, "held_out_samples": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    "7m": {"model": "gpt:7m", "length": 256, "batch_size": 64, "steps": 4000, "evaluate_every": 500},
+    "7m": _7M,
+    "7m-1000": _7M | {"steps": 1000, "evaluate_every": 125},
+    "7m-2000": _7M | {"steps": 2000, "evaluate_every": 250},
+    "7m-8000": _7M | {"steps": 8000, "evaluate_every": 1000},
+    "7m-batch": _7M | {"batch_size": 256, "steps": 1000, "evaluate_every": 125},
+    "27m": _7M | {"model": "gpt:25m", "steps": 2500, "evaluate_every": 312},
+    "sft": _SFT,
+    "sft-900": _SFT | {"steps": 900, "evaluate_every": 150},
+    "gpt2": {"model": "gpt2", "tokenizer": "gpt2", "length": 1024, "batch_size": 128, "micro_batch_size": 32}
+    | {"steps": 1200, "evaluate_every": 150, "held_out_samples": 256},
     "tiny": {"model": "gpt:0.3m", "length": 32, "batch_size": 4, "steps": 40, "evaluate_every": 20}
     | {"held_out_samples": 8},
 }
+"""What is trained, by the name of its scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +68,14 @@ class Named:
     lr: float
     """As AdamW means it: a push of strength R trains its base at lr · (1 + R)."""
     run: Run
+    scale: str = "7m"
 
     @property
     def name(self) -> str:
         """The name of the run's folder; equal names are equal runs."""
         parts = [f"{key}{value:g}" for key, value in self.setting.items()]
+        if self.scale not in ("7m", "tiny"):
+            parts.insert(0, self.scale)
         return "_".join([self.method, *parts, f"lr{self.lr:g}", f"n{self.run.steps}", f"s{self.run.seed}"])
 
 
@@ -70,9 +92,9 @@ def trained(
     run = Run(
         optimizer=optimizer, lr=lr if base_lr is None else base_lr, seed=seed, **{"clip_norm": 1.0, **model},
         warmup=model["steps"] // 10, checkpoint_every=model["steps"], keep=1, precision="auto",
-        compile=scale != "tiny", data=("text",), held_out=("held-out",),
+        compile=model["steps"] > 40, data=("text",), held_out=("held-out",),
     )  # fmt: skip
-    return Named(batch="", method=method, setting=own, lr=lr, run=run)
+    return Named(batch="", method=method, setting=own, lr=lr, run=run, scale=scale)
 
 
 def adamw(scale: str, lr: float, seed: int, **changes: Any) -> Named:
@@ -122,14 +144,20 @@ def push(scale: str, lr: float, seed: int, R: float, k: float, **changes: Any) -
     )
 
 
-def ademamix(scale: str, lr: float, seed: int, alpha: float, beta3: float) -> Named:
+def pull(scale: str, lr: float, seed: int) -> Named:
+    """Describe a pull of strength 1 toward a short average; its base runs at twice the rate."""
+    one = push(scale, lr, seed, 1.0, 0.2)
+    return replace(one, method="pull")
+
+
+def ademamix(scale: str, lr: float, seed: int, alpha: float, beta3: float, **changes: Any) -> Named:
     """Describe AdEMAMix whose two warm-ups are the run."""
     steps = MODELS[scale]["steps"]
     optimizer = (
         f"ademamix:betas=(0.9,0.999,{beta3:g}),alpha={alpha:g},alpha_warmup={steps},beta3_warmup={steps},"
         "weight_decay=0.01"
     )
-    return trained(scale, "ademamix", optimizer, lr, seed, alpha=alpha, beta3=beta3)
+    return trained(scale, "ademamix", optimizer, lr, seed, alpha=alpha, beta3=beta3, run=changes)
 
 
 def gpa(scale: str, lr: float, seed: int, x: float, y: float) -> Named:
@@ -208,10 +236,120 @@ def batch_a_second(scale: str) -> Iterator[Named]:
     yield schedule_free(scale, 2 * near, 1, 0.95, 0.99, 0.05)
 
 
+def batch_a_third(scale: str) -> Iterator[Named]:
+    """Select at 7M: seed 2 of the push that was second best on seed 1."""
+    yield push(scale, BEST, 2, -0.7, 0.6)
+
+
+def batch_b(scale: str) -> Iterator[Named]:
+    """Report at 7M: five fresh seeds of the push, AdamW, its best WSD and the two best rivals."""
+    seeds = range(11, 16)
+    yield from (ademamix(scale, BEST * 2 / 3, seed, 5, 0.997) for seed in seeds)
+    yield from (adamw(scale, BEST, seed) for seed in seeds)
+    yield from (push(scale, BEST, seed, -0.7, 0.5) for seed in seeds)
+    yield from (nesterov(scale, BEST, seed, 0.6) for seed in seeds)
+    yield from (wsd(scale, BEST, seed, 0.4) for seed in seeds)
+
+
+def scaled_ademamix(scale: str, lr: float, seed: int, **changes: Any) -> Named:
+    """Describe AdEMAMix whose slow momentum forgets over a twelfth of the run, as in its best setting."""
+    return ademamix(scale, lr, seed, 5, round(1 - 12 / MODELS[scale]["steps"], 4), **changes)
+
+
+def batch_b_linear(scale: str) -> Iterator[Named]:
+    """Report at 7M: a push, and AdEMAMix, under a rate that falls linearly to 0, as most trainers have it."""
+    falling = "wsd:decay=0.9"
+    for seed in range(11, 16):
+        yield linear(scale, 1.5 * BEST, seed)
+        yield replace(push(scale, 1.5 * BEST, seed, -0.7, 0.5, schedule=falling), method="linear-push")
+        yield replace(ademamix(scale, BEST, seed, 5, 0.997, schedule=falling), method="linear-ademamix")
+
+
+def batch_b_rates(scale: str) -> Iterator[Named]:
+    """Report at 7M: rates from a quarter of the best one to eight times as much, one seed."""
+    for factor in (0.25, 0.5, 2, 4, 8):
+        yield adamw(scale, BEST * factor, 11)
+        yield push(scale, BEST * factor, 11, -0.7, 0.5)
+        yield ademamix(scale, BEST * 2 / 3 * factor, 11, 5, 0.997)
+
+
+def batch_c(scale: str) -> Iterator[Named]:
+    """Report at 7M: lengths from 1,000 to 8,000 steps, and a batch four times as large.
+
+    The text of 56.5M tokens is passed over .3, .6 and 2.3 times; 16,000 steps would be 4.6 times.
+    """
+    lengths = ("7m-8000", "7m-2000", "7m-1000") if scale != "tiny" else ("tiny",)
+    for one, seed in product(lengths, (11, 12)):
+        yield scaled_ademamix(one, BEST * 2 / 3, seed)
+        yield push(one, BEST, seed, -0.7, 0.5)
+        yield adamw(one, BEST, seed)
+        yield wsd(one, BEST, seed, 0.4)
+    batch = "7m-batch" if scale != "tiny" else "tiny"
+    for factor, seed in product((1, 2), (11, 12)):
+        yield scaled_ademamix(batch, BEST * 2 / 3 * factor, seed)
+        yield push(batch, BEST * factor, seed, -0.7, 0.5)
+        yield adamw(batch, BEST * factor, seed)
+
+
+def batch_d_select(scale: str) -> Iterator[Named]:
+    """Select at 27M: three rates of each method on seed 1, and the usual betas and weight decay once."""
+    one = "27m" if scale != "tiny" else "tiny"
+    for lr in (1e-3, 1.5e-3, 2e-3):
+        yield scaled_ademamix(one, lr * 2 / 3, 1)
+        yield push(one, lr, 1, -0.7, 0.5)
+        yield adamw(one, lr, 1)
+        yield wsd(one, lr, 1, 0.4)
+    usual = trained(one, "adamw-usual", "adamw:betas=(0.9,0.95),weight_decay=0.1", 1.5e-3, 1)
+    yield usual
+
+
+RATE_27M = 1.5e-3
+"""AdamW's best rate at 27M, to be set from `batch_d_select` before `batch_d` is run."""
+
+
+def batch_d(scale: str) -> Iterator[Named]:
+    """Report at 27M: four fresh seeds at the best rate."""
+    one = "27m" if scale != "tiny" else "tiny"
+    for seed in range(11, 15):
+        yield scaled_ademamix(one, RATE_27M * 2 / 3, seed)
+        yield push(one, RATE_27M, seed, -0.7, 0.5)
+        yield adamw(one, RATE_27M, seed)
+        yield wsd(one, RATE_27M, seed, 0.4)
+
+
+def batch_e(scale: str) -> Iterator[Named]:
+    """Report in fine-tuning: one, two and three times the best rate, three seeds; a longer run with one."""
+    best = 3e-4
+    for factor, seed in product((1, 2, 3), (11, 12, 13)):
+        yield adamw("sft", best * factor, seed)
+        yield push("sft", best * factor, seed, -0.5, 0.6)
+        yield pull("sft", best * factor, seed)
+    yield from (scaled_ademamix("sft", best * 2 / 3, seed) for seed in (11, 12, 13))
+    yield from (adamw("sft-900", best, 11), push("sft-900", best, 11, -0.5, 0.6), pull("sft-900", best, 11))
+
+
+def batch_g(scale: str) -> Iterator[Named]:
+    """Report on GPT-2 124M: one pair at the paper's rate, the decayed branch of AdamW, and AdEMAMix."""
+    one = "gpt2" if scale != "tiny" else "tiny"
+    yield push(one, 2e-3, 11, -0.7, 0.5)
+    yield adamw(one, 2e-3, 11)
+    yield wsd(one, 2e-3, 11, 0.4)
+    yield scaled_ademamix(one, 2e-3 * 2 / 3, 11)
+
+
 BATCHES: dict[str, Callable[[str], Iterable[Named]]] = {
     "a": batch_a,
     "a-edges": batch_a_edges,
     "a-second": batch_a_second,
+    "a-third": batch_a_third,
+    "b": batch_b,
+    "b-linear": batch_b_linear,
+    "b-rates": batch_b_rates,
+    "c": batch_c,
+    "d-select": batch_d_select,
+    "d": batch_d,
+    "e": batch_e,
+    "g": batch_g,
 }
 
 

@@ -1,8 +1,7 @@
 """Train small GPTs with controls that the product does not have: the part of the study outside the engine.
 
-Model, data, order of samples and initial weights are the engine's, so a seed means the same run in both. Here
-a control may grow over the run, read its gap after the base's step, or act on Muon, NAdam or AdEMAMix, and a
-run may be continued with several decays. Every line has the fields of the engine's records. For example:
+Model, data, order of samples and initial weights are the engine's: a seed means the same run in both. A
+control may grow, read its gap after the base's step, or act on Muon, NAdam or AdEMAMix. For example:
     python records/studies/sign/lab.py check --text wiki --held-out first.jsonl --keep new.jsonl --jobs 12
 """
 
@@ -11,7 +10,6 @@ import copy
 import json
 import math
 import multiprocessing
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from paceline.experiments.data import prepare_text
 from paceline.experiments.paper import lines
 from paceline.experiments.records import environment
-from paceline.lm.batch import First, numbers_at
+from paceline.lm.batch import numbers_at
 from paceline.lm.evaluate import held_out_loss, summed_loss
 from paceline.lm.gpt import GPT, shape_of
 from paceline.lm.shards import Windows
@@ -44,7 +42,7 @@ class Lab:
     base: str = "adamw"  # or nadamw, ademamix, muon
     R: float = 0.0
     k: float = 0.6
-    growth: str = "constant"  # or R grows from 0: with the warmup, linear in t, log (in ln t), with the rate
+    growth: str = "constant"  # or R grows from 0, as strength() says
     gap: str = "before"  # or after: whether the gap is read before or after the base's step
     decay: float = 0.0  # the share of the run over which the rate falls linearly to 0
     forks: tuple[float, ...] = ()  # decays of branches that continue this run where each of them begins
@@ -57,19 +55,14 @@ class Lab:
     steps: int = 4000
     warmup: float = 0.1  # the share of the run over which the rate grows linearly
     seed: int = 1
-    samples: int | None = None  # held-out samples; None: all
 
     @property
     def name(self) -> str:
         """What differs from the defaults, as a name."""
-        usual = {
-            field: getattr(Lab, field) for field in ("base", "growth", "gap", "decay", "follow", "warmup")
-        }
-        odd = [f"{key}-{getattr(self, key)}" for key, value in usual.items() if getattr(self, key) != value]
-        control = [f"R{self.R:g}", f"k{self.k:g}"] if self.R else []
-        return "_".join(
-            ["lab", self.method, *odd, *control, f"lr{self.lr:g}", f"n{self.steps}", f"s{self.seed}"]
-        )
+        fields = ("base", "growth", "gap", "decay", "follow", "warmup")
+        odd = [f"{key}-{getattr(self, key)}" for key in fields if getattr(self, key) != getattr(Lab, key)]
+        odd += [f"R{self.R:g}", f"k{self.k:g}"] if self.R else []
+        return "_".join(["lab", self.method, *odd, f"lr{self.lr:g}", f"n{self.steps}", f"s{self.seed}"])
 
     def factor(self, t: int) -> float:
         """Return the rate of step t = 1, 2, … as a share of the highest."""
@@ -78,22 +71,18 @@ class Lab:
         return min(t / warm, falling, 1.0)
 
     def strength(self, t: int) -> float:
-        """Return R at step t."""
-        share = {
-            "constant": 1.0,
-            "warmup": min(1.0, t / (self.warmup * self.steps)),
-            "linear": t / self.steps,
-            "log": math.log(t) / math.log(self.steps),
-            "rate": self.factor(t),
-        }
+        """Return R at step t. With "speed", slow motion gains speed in t while the base keeps its rate."""
+        if self.growth == "speed":
+            gained = -self.R / (1 + self.R) * t / self.steps
+            return -gained / (1 + gained)
+        share = {"constant": 1.0, "linear": t / self.steps, "log": math.log(t) / math.log(self.steps)}
+        share |= {"rate": self.factor(t), "warmup": min(1.0, t / (self.warmup * self.steps))}
         return self.R * share[self.growth]
 
     def rate(self, t: int, power: float) -> float:
         """Return the rate of an average at step t."""
-        rate = (1 + t) ** -power
-        if not self.follow or t == 1:
-            return rate
-        return 1 - (1 - rate) * min(1.0, self.factor(t) / self.factor(t - 1))
+        fall = min(1.0, self.factor(t) / self.factor(t - 1)) if self.follow and t > 1 else 1.0
+        return 1 - (1 - (1 + t) ** -power) * fall
 
 
 def bases_of(lab: Lab, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -142,20 +131,17 @@ def train(lab: Lab, text: str, held_out: str) -> Iterator[dict[str, Any]]:
 
     def judge() -> dict[str, float]:
         kept, losses = live.clone(), {}
-        for view, weights in {"live": kept, **averages}.items():
-            live.copy_(weights)
-            if view != "control":
-                part = First(judges, lab.samples or len(judges))
-                losses[view] = held_out_loss(model, part, device=torch.device(device), loss_of=loss_of,
-                                             batch_size=lab.batch_size, precision=torch.bfloat16)  # fmt: skip
+        for view in ("live", *list(averages)[1:]):
+            live.copy_(averages.get(view, kept))
+            losses[view] = held_out_loss(model, judges, device=torch.device(device), loss_of=loss_of,
+                                         batch_size=lab.batch_size, precision=torch.bfloat16)  # fmt: skip
         live.copy_(kept)
         return losses
 
     def steps(lab: Lab, start: int) -> Iterator[tuple[int, dict[str, float]]]:
         for t in range(start + 1, lab.steps + 1):
             numbers = numbers_at(t - 1, batch_size=lab.batch_size, samples=len(samples), seed=lab.seed)
-            batch = samples.batch(numbers)
-            batch = (batch.pinned() if device == "cuda" else batch).to(torch.device(device))
+            batch = samples.batch(numbers).to(torch.device(device))
             with torch.autocast(device, torch.bfloat16):
                 loss = loss_of(model, batch) / (lab.batch_size * lab.length)
             grads.zero_()
@@ -164,7 +150,7 @@ def train(lab: Lab, text: str, held_out: str) -> Iterator[dict[str, Any]]:
             with torch.no_grad():
                 grads.mul_((1 / (grads.norm() + 1e-6)).clamp(max=1.0))
                 for group in (group for base in bases for group in base.param_groups):
-                    group["lr"] = lab.lr * lab.factor(t) * (1 + R)
+                    group["lr"] = lab.lr * lab.factor(t) * (1 if lab.growth == "speed" else 1 + R)
                 before = averages["control"] - live
                 for base in bases:
                     base.step()
@@ -190,61 +176,75 @@ def train(lab: Lab, text: str, held_out: str) -> Iterator[dict[str, Any]]:
         ended = bool(found) and found[-1][0] == lab.steps and math.isfinite(found[-1][1]["live"])
         yield {
             "format": lines.FORMAT, "name": one.name, "config": asdict(one), "environment": environment(),
-            "parameters": live.numel(), "outcome": "finished" if ended else "diverged",
+            "parameters": live.numel(), "outcome": "finished" if ended else "diverged", "lr": one.lr,
             "data": {"fingerprint": samples.fingerprint, "held_out_fingerprint": judges.fingerprint},
             "seconds": round(time.time() - began, 1), "evaluations": found, "train": [], "pull": [],
-            "lr": one.lr, "method": one.method, "setting": asdict(one),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "method": one.method, "setting": asdict(one), "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         }  # fmt: skip
 
 
 def check() -> Iterator[Lab]:
     """Reproduce three differences between methods that were measured before this study."""
     yield Lab(method="adamw", lr=3e-3, forks=(0.2,))
-    yield Lab(method="push", lr=3e-3, R=-0.5, k=0.5)
-    yield Lab(method="push", lr=3e-3, R=-0.5, k=0.3)
+    yield from (Lab(method="push", lr=3e-3, R=-0.5, k=k) for k in (0.5, 0.3))
 
 
 def growth() -> Iterator[Lab]:
-    """Compare strengths that grow, a gap read after the step, and NAdam's look ahead."""
+    """Compare strengths that grow, a gap read after the step, other bases, and a shorter warm-up."""
     for R in (-0.5, -0.7):
         for how in ("linear", "log", "warmup"):
             yield Lab(method="push", lr=3e-3, R=R, growth=how)
     yield Lab(method="push", lr=3e-3, R=-0.5, gap="after")
-    for lr in (2e-3, 3e-3, 1.5e-3, 4.5e-3):
-        yield Lab(method="nadamw", base="nadamw", lr=lr)
+    yield from (Lab(method="nadamw", base="nadamw", lr=lr) for lr in (2e-3, 3e-3, 1.5e-3, 4.5e-3))
+    # A push away from an average of AdEMAMix, and a warm-up of 2 % of the run.
+    yield from (Lab(method="ademamix-push", base="ademamix", lr=2e-3, R=R, beta3=0.997) for R in (-0.3, -0.5))
+    yield Lab(method="push", lr=3e-3, R=-0.7, k=0.5, warmup=0.02)
+    yield Lab(method="adamw", lr=2e-3, warmup=0.02)
+    yield Lab(method="ademamix", base="ademamix", lr=2e-3, beta3=0.997, warmup=0.02)
 
 
-BATCHES = {"check": check, "growth": growth}
+def form() -> Iterator[Lab]:
+    """Let slow motion gain speed over the run while the base keeps its rate, as in AdEMAMix."""
+    for lr, gain, k in ((2, 5, 0.5), (2, 5, 0.6), (2, 3, 0.5), (2, 3, 0.6), (1.5, 5, 0.5), (2, 5, 0.4)):
+        yield Lab(method="push", lr=lr * 1e-3, R=-gain / (1 + gain), k=k, growth="speed")
+
+
+def muon() -> Iterator[Lab]:
+    """Report Muon with averages and its decayed branches, a push of it, and guards against its spikes."""
+    for seed in (11, 12, 13):
+        yield Lab(method="muon", base="muon", lr=4e-3, forks=(0.2, 0.4), seed=seed)
+        for R, how in ((-0.5, "constant"), (-0.7, "constant"), (-0.7, "warmup")):
+            yield Lab(method="muon-push", base="muon", lr=4e-3, R=R, k=0.7, growth=how, seed=seed)
+
+
+BATCHES = {"check": check, "growth": growth, "form": form, "muon": muon}
 
 
 def _done(job: tuple[Lab, str, str]) -> list[dict[str, Any]]:
     return list(train(*job))
 
 
-def main() -> int:
+def main() -> None:
     """Parse the command line and train what no record has."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("batches", nargs="+", choices=tuple(BATCHES))
     parser.add_argument("--text", required=True, help="folder made by `paceline data`")
-    parser.add_argument("--held-out", required=True, help="file of the held-out articles for these runs")
+    parser.add_argument("--held-out", required=True, help="file of the held-out articles")
     parser.add_argument("--keep", type=Path, required=True, help="file that gets a line for each run")
     parser.add_argument("--jobs", type=int, default=8, help="runs in parallel [8]")
     given = parser.parse_args()
     known = set(lines.read(sorted(Path(__file__).parent.glob("2*.jsonl"))))
-    runs = [(batch, one) for batch in given.batches for one in BATCHES[batch]() if one.name not in known]
-    batch_of = {one.name: batch for batch, one in runs}
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(given.jobs, maxtasksperchild=1) as pool, given.keep.open("a") as file:
-        jobs = [(one, given.text, given.held_out) for _, one in runs]
+    runs = {one.name: (batch, one) for batch in given.batches for one in BATCHES[batch]()}
+    jobs = [(one, given.text, given.held_out) for name, (_, one) in runs.items() if name not in known]
+    start = multiprocessing.get_context("spawn").Pool
+    with start(given.jobs, maxtasksperchild=1) as pool, given.keep.open("a") as file:
         for found in pool.imap_unordered(_done, jobs):
             for line in found:
-                line["batch"] = batch_of.get(line["name"], "forks")
+                line["batch"] = runs.get(line["name"], ("forks",))[0]
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 print(line["seconds"], line["name"], line["evaluations"][-1:], flush=True)
             file.flush()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

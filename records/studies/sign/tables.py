@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import matplotlib
@@ -27,6 +27,10 @@ SMALLEST = 0.003
 """Nats that count as a difference."""
 VIEWS = {"average": "average", "live": "live", "power_0_5": "κ .5", "power_0_6": "κ .6", "power_0_7": "κ .7"}
 VIEWS |= {"power_0_8": "κ .8"}
+LAB = ("check", "growth", "further", "forks", "form")
+"""Batches of lab.py."""
+SUBJECTS = ("push", "ademamix")
+"""Methods that are compared with every other one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,51 +186,65 @@ class Verdict:
     difference: float
     half_width: float
     pairs: int
-    saved: float | None
+    saved: float
+    saved_half_width: float
     words: str
 
 
-def verdicts(method: Choice, rivals: Sequence[Choice], rows: Sequence[Row]) -> list[Verdict]:
-    """Compare a method with all rivals at once, by the rules of the protocol."""
+def verdicts(method: Choice, rivals: Sequence[Choice], rows: Sequence[Row], printed: int) -> list[Verdict]:
+    """Compare a method with all rivals at once, by the rules of the protocol.
+
+    `printed` is the number of comparisons that the page shows: intervals hold for all of them together.
+    """
     check_same_tokens(rows, "report")
     own = _runs(method, rows)
     compared = [(rival, _runs(rival, rows)) for rival in rivals]
     compared = [(rival, runs) for rival, runs in compared if len(own.keys() & runs.keys()) > 1]
-    shared = [sorted(own.keys() & runs.keys()) for _, runs in compared]
-    spread = [
-        [_loss(method, own, seed) - _loss(rival, runs, seed) for seed in seeds]
-        for (rival, runs), seeds in zip(compared, shared, strict=True)
-    ]
-    freedom = sum(len(each) - 1 for each in spread)
-    if not freedom:
-        return []
-    pooled = math.sqrt(sum((x - mean(each)) ** 2 for each in spread for x in each) / freedom)
+    losses, shares = [], []
+    for rival, runs in compared:
+        seeds = sorted(own.keys() & runs.keys())
+        losses.append([_loss(method, own, seed) - _loss(rival, runs, seed) for seed in seeds])
+        shares.append([_saved(method, own[seed], rival, runs[seed]) for seed in seeds])
+    freedom = sum(len(each) - 1 for each in losses)
     found = []
-    for (rival, runs), seeds, each in zip(compared, shared, spread, strict=True):
-        error, difference = pooled / math.sqrt(len(each)), mean(each)
-        half = error * float(stats.t.ppf(1 - 0.025 / len(compared), freedom))
-        narrow = error * float(stats.t.ppf(0.95, freedom))
+    for (rival, _), each, saved in zip(compared, losses, shares, strict=True):
+        quantile = float(stats.t.ppf(1 - 0.025 / printed, freedom))
+        error, difference = _pooled(losses) / math.sqrt(len(each)), mean(each)
+        half, narrow = error * quantile, error * float(stats.t.ppf(0.95, freedom))
         words = f"not settled; these seeds could detect {max(half, SMALLEST):.3f}"
         if abs(difference) > max(half, SMALLEST):
             words = "below" if difference < 0 else "above"
         elif abs(difference) + narrow <= SMALLEST:
             words = "tie"
-        curves = [[(t, losses[method.view]) for t, losses in own[seed].curve] for seed in seeds]
-        saved = [
-            steps_saved(curve, _loss(rival, runs, seed)) for curve, seed in zip(curves, seeds, strict=True)
-        ]
-        known = [value for value in saved if value is not None]
         found.append(
             Verdict(
                 rival=rival.method,
                 difference=difference,
                 half_width=half,
                 pairs=len(each),
-                saved=mean(known) if len(known) == len(saved) else None,
+                saved=mean(saved),
+                saved_half_width=_pooled(shares) / math.sqrt(len(saved)) * quantile,
                 words=words,
             )
         )
     return found
+
+
+def _pooled(groups: Sequence[Sequence[float]]) -> float:
+    """Return the standard deviation within groups."""
+    freedom = sum(len(each) - 1 for each in groups)
+    return math.sqrt(sum((x - mean(each)) ** 2 for each in groups for x in each) / freedom)
+
+
+def _saved(method: Choice, own: Row, rival: Choice, other: Row) -> float:
+    """Return the share of steps saved against a rival's run; below 0 if more steps are needed."""
+    curve = [(t, losses[method.view]) for t, losses in own.curve]
+    saved = steps_saved(curve, other.views[rival.view])
+    if saved is not None:
+        return saved
+    needed = steps_saved([(t, losses[rival.view]) for t, losses in other.curve], own.views[method.view])
+    assert needed is not None, "one of two curves must reach the end of the other"
+    return 1 - 1 / (1 - needed)
 
 
 def _runs(choice: Choice, rows: Sequence[Row]) -> dict[int, Row]:
@@ -253,7 +271,10 @@ def main() -> int:
     try:
         rows = read(paths)
         parts = ["# Tables of the study\n\nMade by `tables.py` from the records beside it.\n", minutes()]
-        parts += selection([row for row in rows if row.seed < REPORT_FROM and row.batch.startswith("a")])
+        selected = [row for row in rows if row.seed < REPORT_FROM and row.batch.startswith("a")]
+        parts += selection(selected)
+        parts += lab([row for row in rows if row.batch in LAB])
+        parts += report(choose(selected), [row for row in rows if row.batch == "b"])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -269,6 +290,63 @@ def minutes() -> str:
         ("date", "batch", "minutes", "runs", "hardware"),
         [[x["date"], x["batch"], x["minutes"], x["runs"], x["hardware"]] for x in lines],
     )
+
+
+def lab(rows: Sequence[Row]) -> list[str]:
+    """Return the table of runs that only lab.py can make."""
+    lines = [
+        [row.batch, row.method, row.setting, f"{row.lr:g}", VIEWS[view], f"{row.views[view]:.4f}"]
+        for row in sorted(rows, key=lambda row: min(row.views.values(), default=math.inf))
+        if row.views and (view := min(row.views, key=row.views.__getitem__))
+    ]
+    return [
+        table("Other forms at 7M, seed 1", ("batch", "method", "differs in", "lr", "returns", "loss"), lines)
+    ]
+
+
+def report(chosen: Sequence[Choice], rows: Sequence[Row]) -> list[str]:
+    """Return the tables of the report at 7M, and draw its curves."""
+    check_same_tokens(rows, "report")
+    there = [choice for choice in chosen if len(_runs(choice, rows)) > 1]
+    means, figure_axes = [], plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = figure_axes
+    for choice in there:
+        runs = _runs(choice, rows)
+        finals = [_loss(choice, runs, seed) for seed in runs]
+        at = f"{choice.method}, {choice.setting}, lr {choice.lr:g}"
+        means.append([at, VIEWS[choice.view], f"{mean(finals):.4f}", f"{stdev(finals):.4f}", len(finals)])
+        curves = [{t: losses[choice.view] for t, losses in row.curve} for row in runs.values()]
+        points = [(t, mean(curve[t] for curve in curves)) for t in curves[0] if t >= 1500]
+        axes.plot(*zip(*points, strict=True), "o-", label=choice.method, markersize=4)
+    means.sort(key=lambda line: line[2])
+    axes.set(xlabel="steps", ylabel="held-out loss (nats a token)", xscale="log", yscale="log")
+    axes.set(title="7M, five report seeds: what each method would return")
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(HERE / "report.png", dpi=150)
+    parts = [
+        table(
+            "Report at 7M, seeds 11 to 15: final losses",
+            ("method", "returns", "loss", "sd of a seed", "seeds"),
+            means,
+        )
+    ]
+    pairs = [(one, [other for other in there if other is not one]) for one in there if one.method in SUBJECTS]
+    printed = sum(len(rivals) for _, rivals in pairs)
+    for one, rivals in pairs:
+        lines = [
+            [
+                v.rival,
+                f"{v.difference:+.4f} ± {v.half_width:.4f}",
+                f"{100 * v.saved:+.1f} ± {100 * v.saved_half_width:.1f}",
+                v.pairs,
+                v.words,
+            ]
+            for v in verdicts(one, rivals, rows, printed)
+        ]
+        head = ("rival", "difference in loss", "steps saved, %", "pairs", f"{one.method} is")
+        parts.append(table(f"Report at 7M: {one.method} against each other method", head, lines))
+    said = f"± is the simultaneous 95 % half-width over all {printed} comparisons."
+    return [*parts, said + "\n"]
 
 
 def selection(rows: Sequence[Row]) -> list[str]:
