@@ -5,8 +5,8 @@
 #   make test      all tests but the longest (under ten minutes on two cores after set-up)
 #   make check     lint, types, import directions, fast tests (under a minute)
 #   make docs      the documentation site, into build/site
-#   make figures   figures and tables of the documentation, from records/
-#   make bench     time and memory of a step, side by side
+#   make figures   tables and figure of docs/results.md and docs/cost.md, from records/
+#   make bench     time and memory of a step next to AdamW's, and the optimizer's share of a training step
 #   make test-all  make test, and what is too slow for every day (under 80 minutes on two cores); results go
 #                  to records/: the longest tests, 2,000 random sequences of operations,
 #                  1,000 kills of trainers, 20 of comparisons, a soak
@@ -48,11 +48,11 @@ docs: $(READY)
 	@echo "open build/site/index.html"
 
 figures: $(READY)
-	$(BIN)/python -m paceline.experiments.documentation docs records
+	$(BIN)/python records/studies/pages.py
 
 bench: $(READY)
-	$(BIN)/paceline bench --out demo-output/bench
-	$(BIN)/python benchmarks/training.py overhead
+	$(BIN)/paceline bench
+	$(BIN)/python benchmarks/training.py
 
 test-all: test
 	PACELINE_SEQUENCES=2000 $(PYTEST) tests/optim/test_state_machine.py

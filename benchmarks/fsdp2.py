@@ -1,8 +1,7 @@
 """What FSDP2 adds to a step of PACE: `python benchmarks/fsdp2.py` on one GPU.
 
-GPT-2 124M, its parameters once as they are and once sharded by `fully_shard` over one rank; both steps take
-turns in each round. To be shown: at most 1.02 times the bare step while the device is busy with it, and the
-same path.
+GPT-2 124M, its parameters once as they are and once sharded by `fully_shard` over one rank. Both steps take
+turns in each round, eager and captured in a CUDA graph.
 """
 
 import argparse
@@ -10,72 +9,74 @@ import json
 import os
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from paceline import PACE, parameter_groups
+from paceline import PACE, Control, parameter_groups
 from paceline.experiments.bench.command import environment
-from paceline.experiments.bench.measure import busy_seconds, seconds
+from paceline.experiments.bench.measure import captured, in_turns
+from paceline.experiments.bench.subjects import SEED
 from paceline.lm.gpt import GPT, shape_of
 
+CONTROLS = {"paper": Control.paper(), "push": Control.push()}
 
-def make(options: argparse.Namespace, device: str, sharded: bool, gain: str) -> PACE:
-    torch.manual_seed(0)
-    model: nn.Module = GPT(shape_of("gpt:0.3m" if options.small else "gpt2", 50257, 128)).to(device)
+
+def make(device: str, *, small: bool, sharded: bool, control: Control) -> PACE:
+    """Return an optimizer of a GPT with random gradients."""
+    torch.manual_seed(SEED)
+    model: nn.Module = GPT(shape_of("gpt:0.3m" if small else "gpt2", 50257, 128)).to(device)
     if sharded:
         for module in list(model.modules()):
             if isinstance(module, nn.ModuleList):
                 for block in module:
                     fully_shard(block)
         fully_shard(model)
-    optimizer = PACE(parameter_groups(model, 0.01), lr=1e-3, gain=gain)
+    optimizer = PACE(parameter_groups(model, 0.01), lr=1e-3, control=control)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     return optimizer
 
 
+def row_of(name: str, options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Return the medians of both steps and their ratio."""
+    made = {
+        kind: make(device, small=options.small, sharded=kind == "FSDP2", control=CONTROLS[name])
+        for kind in ("bare", "FSDP2")
+    }
+    steps: dict[str, Any] = {kind: optimizer.step for kind, optimizer in made.items()}
+    row: dict[str, Any] = {"control": name}
+    for what in ("eager", "graph") if device == "cuda" else ("eager",):
+        if what == "graph":
+            steps = {kind: captured(step) for kind, step in steps.items()}
+        times = in_turns(steps, device, options.seconds)
+        medians = {kind: statistics.median(values) for kind, values in times.items()}
+        row[what] = {**medians, "ratio": medians["FSDP2"] / medians["bare"]}
+        print(f"{name}, {what}: {medians['FSDP2']:.3f} ms, {row[what]['ratio']:.3f} of the bare step")
+    return row
+
+
 def main() -> None:
+    """Measure each control, and write a record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each pair of steps [2]")
     parser.add_argument(
-        "--small", action="store_true", help="a tiny model, also on a CPU, to try this program"
+        "--small", action="store_true", help="a tiny model, also on a CPU, to try this script"
     )
-    parser.add_argument("--record", type=Path, help="write the figures here")
+    parser.add_argument("--record", type=Path, help="write the result to this JSON file")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.small:
-        raise SystemExit("benchmarks/fsdp2.py needs a GPU: on a CPU there is no kernel to keep")
+        raise SystemExit("benchmarks/fsdp2.py needs a GPU, or --small")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-
-    rows = []
-    for gain in ("paper", "scaled"):
-        optimizers = {kind: make(options, device, kind == "FSDP2", gain) for kind in ("bare", "FSDP2")}
-        busy: dict[str, list[float]] = {kind: [] for kind in optimizers}
-        wall: dict[str, list[float]] = {kind: [] for kind in optimizers}
-        for optimizer in optimizers.values():
-            for _ in range(3):
-                optimizer.step()
-        for _ in range(options.rounds):
-            for kind, optimizer in optimizers.items():
-                wall[kind].append(seconds(optimizer.step, device))
-                busy[kind].append(busy_seconds(optimizer.step, device, ahead=min(wall[kind])))
-        paths = {kind: repr(own).splitlines()[-2].partition(": ")[2] for kind, own in optimizers.items()}
-        row = {"gain": gain, "path": paths["FSDP2"]}
-        for what, found in (("busy", busy), ("wall", wall)):
-            medians = {kind: 1e3 * statistics.median(times) for kind, times in found.items()}
-            row[what] = {**medians, "ratio": medians["FSDP2"] / medians["bare"]}
-        rows.append(row)
-        print(f"{gain}: {row['path']}")
-        for what, meaning in (("busy", "busy with it"), ("wall", "from an idle device to an idle one")):
-            print(f"  {meaning}: {row[what]['FSDP2']:.3f} ms, {row[what]['ratio']:.3f} of the bare step")
-        assert device == "cpu" or paths["FSDP2"] == paths["bare"], paths
+    rows = [row_of(name, options, device) for name in CONTROLS]
     if options.record:
-        about = {"benchmark": "fsdp2", **environment(device), "rounds": options.rounds, "rows": rows}
-        options.record.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        about = {"benchmark": "fsdp2", **environment(device), "seed": SEED, "seconds": options.seconds}
+        options.record.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 

@@ -1,8 +1,7 @@
 """PACE in a loop with Accelerate: evaluated and saved is the average.
 
-Run it with `python examples/accelerate_example.py`: a small network learns a function with noise, on a CPU,
-in seconds; or with `accelerate launch examples/accelerate_example.py` on what you have. Only the lines marked
-# PACE differ from a loop with AdamW.
+Run `python examples/accelerate_example.py`, or `accelerate launch` it on what you have. A small network
+learns a noisy function in seconds. Only the lines marked # PACE differ from a loop with AdamW.
 """
 
 import tempfile
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import PACE, averaged_weights, save_averaged  # PACE
+from paceline import PACE, Control, averaged_weights, save_averaged  # PACE
 
 
 def network() -> nn.Module:
@@ -39,7 +38,7 @@ def main(out: Path) -> None:
     held_out = noisy(1000, noise=0.0)
     loader = DataLoader(noisy(4096, noise=1.0), batch_size=32, shuffle=True)
     model = network()
-    optimizer = PACE(model.parameters(), lr=3e-2)  # PACE
+    optimizer = PACE(model.parameters(), lr=3e-2, control=Control.push())  # PACE
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     for epoch in range(4):
@@ -51,7 +50,7 @@ def main(out: Path) -> None:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        accelerator.save_state(out / f"epoch-{epoch}")  # accelerator.load_state goes on from live
+        accelerator.save_state(out / f"epoch-{epoch}")  # accelerator.load_state resumes from live
         live = loss_of(model, held_out, accelerator.device)
         with averaged_weights(optimizer):  # PACE
             average = loss_of(model, held_out, accelerator.device)

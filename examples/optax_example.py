@@ -1,24 +1,21 @@
-"""PACE in JAX: a small network learns a function, and its average is what is kept.
+"""PACE in JAX: a small network learns a function, and its average is returned. Run it with python."""
 
-pip install 'paceline[optax]'
-python examples/optax_example.py
-"""
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from paceline.integrations.optax import pace, pace_eval_params
+from paceline.integrations.optax import Control, pace, pace_eval_params
 
 STEPS = 500
 
 
 def initial(key, sizes=(4, 32, 32, 1)):
-    keys = jax.random.split(key, len(sizes) - 1)
-    return [
-        {"w": jax.random.normal(key, (n, m)) / n**0.5, "b": jnp.zeros(m)}
-        for key, n, m in zip(keys, sizes[:-1], sizes[1:], strict=True)
-    ]
+    shapes = list(pairwise(sizes))
+    keys = jax.random.split(key, len(shapes))
+    weights = [jax.random.normal(k, shape) / shape[0] ** 0.5 for k, shape in zip(keys, shapes, strict=True)]
+    return [{"w": w, "b": jnp.zeros(w.shape[1])} for w in weights]
 
 
 def network(params, x):
@@ -37,16 +34,15 @@ def batch(key, size=32, noise=0.5):
 
 @jax.jit
 def loss_of(params, data):
-    x, y = data
-    return jnp.mean((network(params, x) - y) ** 2)
+    return jnp.mean((network(params, data[0]) - data[1]) ** 2)
 
 
 optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
-    # Weight decay for matrices only, as with optax.adamw.
     pace(
         optax.warmup_constant_schedule(0.0, 1e-2, 20),
-        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+        control=Control.push(),
+        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),  # decay of matrices alone
     ),
 )
 
@@ -65,9 +61,8 @@ def main():
         params, state = step(params, state, jax.random.key(i + 1))
     averaged = pace_eval_params(state, params)  # what to evaluate, save and return
 
-    held_out = batch(jax.random.key(STEPS + 1), size=4096, noise=0.0)
-    for name, weights in (("live weights", params), ("average", averaged)):
-        print(f"error of the {name}: {loss_of(weights, held_out):.4f}")
+    held_out = batch(jax.random.key(STEPS + 1), 4096, noise=0.0)
+    print(f"live: {loss_of(params, held_out):.4f}, average: {loss_of(averaged, held_out):.4f}")
 
 
 if __name__ == "__main__":

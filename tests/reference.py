@@ -1,8 +1,7 @@
-"""Algorithm 1 in plain NumPy float64, written from the paper and sharing no code with the library.
+"""The update in plain NumPy float64, written from the paper and sharing no code with the library.
 
-One object is one parameter tensor. It is what every path of the library is measured against. Another
-base optimizer is another `base`. Several tensors of a model step together by `step_model`,
-for gain="scaled", whose scale is theirs together.
+One object is one parameter tensor. It is what every path of the library is measured against. Another base
+optimizer is another `base`.
 """
 
 import numpy as np
@@ -10,172 +9,116 @@ import torch
 
 
 class Reference:
-    def __init__(
-        self,
-        start,
-        *,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        pullback_strength=None,
-        gain="paper",
-        ema_power=None,
-        update_every=1,
-        ema_offset=1.0,
-        ema_scale=1.0,
-        max_gain=1.0,
-        gap="pre",
-        return_power=None,
-        maximize=False,
-    ):
-        if gain == "scaled":
-            ema_power = 0.2 if ema_power is None else ema_power
-            return_power = 0.7 if return_power is None else return_power
-            pullback_strength = 15.0 if pullback_strength is None else pullback_strength
-        ema_power = 0.5 if ema_power is None else ema_power
-        pullback_strength = 3e-3 if pullback_strength is None else pullback_strength
-        self.live = np.array(start, dtype=np.float64)
-        self.m = np.zeros_like(self.live)
-        self.v = np.zeros_like(self.live)
-        self.average = self.live.copy()
-        self.returned = self.live.copy()
-        self.t = 0
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.strength, self.gain_name, self.power = pullback_strength, gain, ema_power
-        self.every, self.offset, self.scale = update_every, ema_offset, ema_scale
-        self.max_gain, self.gap, self.return_power = max_gain, gap, return_power
-        self.sign = -1.0 if maximize else 1.0
-        self.gain = np.zeros_like(self.live)
-        self.raw, self.root = self.live.copy(), np.zeros_like(self.live)
+    """AdamW under a control, whose fields are read and none of whose methods is called."""
 
-    def step(self, grad, scale=None):
+    def __init__(
+        self, start, control, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, maximize=False
+    ):
+        self.live = np.array(start, dtype=np.float64)
+        self.m, self.v = np.zeros_like(self.live), np.zeros_like(self.live)
+        self.average, self.returned = self.live.copy(), self.live.copy()
+        self.raw, self.gain, self.root = self.live.copy(), np.zeros_like(self.live), np.ones_like(self.live)
+        self.t, self.control = 0, control
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.sign = -1.0 if maximize else 1.0
+
+    def step(self, grad):
         if grad is None:
             return
-        self.scale_before = rms_of([self]) if scale is None else scale
         self.t += 1
-        old = self.live.copy()
+        old = self.live
         self.raw, self.root = self.base(old, self.sign * np.asarray(grad, dtype=np.float64))
-        self.live = self.raw.copy()
-        self.control(old, self.root)
+        self.live = self.steer(old)
 
     def base(self, old, g):
-        """The step of AdamW from old, and √v̂."""
-        t, (b1, b2) = self.t, self.betas
+        """Return AdamW's step from old, and √v̂."""
+        t, (b1, b2), lr = self.t, self.betas, self.lr * self.control.step
         self.m = b1 * self.m + (1 - b1) * g
         self.v = b2 * self.v + (1 - b2) * g * g
         root = np.sqrt(self.v / (1 - b2**t))
-        raw = old - self.lr * self.weight_decay * old
-        return raw - self.lr * (self.m / (1 - b1**t)) / (root + self.eps), root
+        raw = old - lr * self.weight_decay * old
+        return raw - lr * (self.m / (1 - b1**t)) / (root + self.eps), root
 
-    def control(self, old, root):
-        """The pull and the averages, after any base."""
-        t = self.t
-        if t % self.every:
-            return
-        rate = (self.offset + self.scale * t) ** -self.power
-        self.gain = np.zeros_like(root)
-        if self.lr != 0 and self.strength != 0:
-            if self.gain_name == "paper":
-                ratio = self.lr * self.strength / (root + self.eps)
-            elif self.gain_name == "scaled":
-                ratio = self.lr * self.strength * self.scale_before / (root + self.eps)
-            elif self.gain_name == "uniform":
-                ratio = np.full_like(root, self.strength)
-            else:
-                rms = np.sqrt(np.mean(root**2))
-                ratio = self.strength * np.clip(rms / (root + self.eps), 0.25, 4.0)
-            self.gain = np.minimum(rate * ratio, self.max_gain)
-        if self.gap == "pre":
-            self.live = self.raw + self.gain * (self.average - old)
-            self.average = (1 - rate) * self.average + rate * self.live
-        else:
-            self.average = (1 - rate) * self.average + rate * self.raw
-            self.live = self.raw + self.gain * (self.average - self.raw)
-        if self.return_power is not None:
-            rate = (self.offset + self.scale * t) ** -self.return_power
-            self.returned = (1 - rate) * self.returned + rate * self.live
+    def rate(self, power):
+        control = self.control
+        late = max(0.0, self.t - control.delay)
+        return max((1 + control.slope * late) ** -power, control.least_rate)
 
+    def steer(self, old):
+        """Return live after the control, and move the averages."""
+        control, average = self.control, self.average
+        averaging = self.t % control.every == 0
+        pulling = self.t % (control.pull_every or control.every) == 0 and 0 not in (self.lr, control.strength)
+        rate = self.rate(control.power)
+        if averaging and control.order == "average, then pull":
+            self.average = (1 - rate) * average + rate * self.raw
+        gap = average - old if control.gap == "before" else self.average - self.raw
+        size = self.lr / (self.root + self.eps) if control.sizing == "paper" else np.ones_like(self.root)
+        ratio = control.strength * size if pulling else np.zeros_like(size)
+        self.gain = np.minimum(rate * ratio, control.max_gain)
+        live = self.raw + self.gain * gap
+        if averaging and control.order == "pull, then average":
+            self.average = (1 - rate) * average + rate * live
+        if averaging and control.return_power is not None:
+            rate = self.rate(control.return_power)
+            self.returned = (1 - rate) * self.returned + rate * live
+        return live
 
-def rms_of(references):
-    """Root mean square of √v̂ over several tensors, as their last steps left it."""
-    return np.sqrt(sum(np.sum(r.root**2) for r in references) / max(1, sum(r.root.size for r in references)))
-
-
-def step_model(references, gradients):
-    """One step of all tensors of a model."""
-    scale = rms_of([r for r, g in zip(references, gradients, strict=True) if g is not None])
-    for reference, gradient in zip(references, gradients, strict=True):
-        reference.step(gradient, scale)
-
-
-def of_the_same_state(optimizer, parameters, t, settings):
-    """A reference for each parameter, with the weights and the state that a PACE has after t steps."""
-    references = []
-    for p in parameters:
-        r, state = Reference(_numpy(p), **settings), optimizer.state[p]
-        r.v, r.average, r.t = *(_numpy(state[k]) for k in ("exp_avg_sq", "average")), t
-        if "exp_avg" in state:  # without momentum there is none
-            r.m = _numpy(state["exp_avg"])
-        r.returned = _numpy(state.get("returned", state["average"]))
-        r.root = np.sqrt(r.v / (1 - r.betas[1] ** t)) if t else np.zeros_like(r.v)
-        references.append(r)
-    return references
-
-
-def distances(optimizer, parameters, references):
-    """How far weights, moments and averages are from their references, as shares of each tensor's largest."""
-    found = {}
-    for p, r in zip(parameters, references, strict=True):
-        state = optimizer.state[p]
-        pairs = {"live": (p, r.live), "exp_avg_sq": (state["exp_avg_sq"], r.v)}
-        pairs["average"] = state["average"], r.average
-        if "exp_avg" in state:
-            pairs["exp_avg"] = state["exp_avg"], r.m
-        if "returned" in state:
-            pairs["returned"] = state["returned"], r.returned
-        for name, (ours, theirs) in pairs.items():
-            if theirs.size:
-                size = max(np.abs(theirs).max(), 1e-30)
-                found[name] = max(found.get(name, 0.0), np.abs(_numpy(ours) - theirs).max() / size)
-    return found
-
-
-def _numpy(tensor):
-    return tensor.detach().cpu().double().numpy()
+    @property
+    def evaluated(self):
+        """The average that is returned."""
+        return self.average if self.control.return_power is None else self.returned
 
 
 class SGDReference(Reference):
-    """Heavy-ball SGD under the control: torch's form, the first gradient is the first buffer."""
+    """Heavy-ball SGD under a control, in torch's form: the first gradient is the first buffer."""
 
     momentum = 0.9
 
     def base(self, old, g):
         self.m = g if self.t == 1 else self.momentum * self.m + g
-        return old - self.lr * self.m, np.ones_like(old)
+        return old - self.lr * self.control.step * self.m, np.ones_like(old)
 
 
-class LionReference(Reference):
-    """Lion (arXiv 2302.06675) under the control: the sign of an interpolation, decoupled decay."""
-
-    def base(self, old, g):
-        b1, b2 = self.betas
-        raw = old - self.lr * self.weight_decay * old - self.lr * np.sign(b1 * self.m + (1 - b1) * g)
-        self.m = b2 * self.m + (1 - b2) * g
-        return raw, np.ones_like(old)
+def references(parameters, control, kind=Reference, **settings):
+    """Return a reference for each parameter, at its present weights."""
+    return [kind(array(p), control, **settings) for p in parameters]
 
 
-class TwinReference(Reference):
-    """Any torch optimizer under the control: a second one steps from the reference's own weights."""
+def array(tensor):
+    return tensor.detach().cpu().double().numpy()
 
-    def __init__(self, start, make, root, **settings):
-        super().__init__(start, **settings)
-        self.twin = torch.tensor(self.live).requires_grad_()
-        self.optimizer, self.root_of = make([self.twin]), root
 
-    def base(self, old, g):
-        with torch.no_grad():
-            self.twin.copy_(torch.tensor(old))
-        self.twin.grad = torch.tensor(g)
-        self.optimizer.step()
-        return self.twin.detach().numpy().copy(), self.root_of(self.optimizer.state[self.twin], self.t)
+def distance(ours, theirs):
+    """Return how far a tensor is from an array, as a share of the array's largest."""
+    if not theirs.size:
+        return 0.0
+    return float(np.abs(array(ours) - theirs).max() / max(np.abs(theirs).max(), 1e-30))
+
+
+def distances(optimizer, parameters, expected):
+    """Return the largest distances of weights, moments and averages, by name."""
+    found = {}
+    for p, reference in zip(parameters, expected, strict=True):
+        state = {key.removeprefix("paceline_"): value for key, value in optimizer.state[p].items()}
+        state |= {key: value for key, value in averages_of(optimizer, p).items() if value is not None}
+        steers = reference.control.strength != 0  # otherwise there is one average, which is returned
+        names = {"exp_avg": "m", "exp_avg_sq": "v", "average": "average" if steers else "evaluated"}
+        names["returned"] = "evaluated"
+        found["live"] = max(found.get("live", 0.0), distance(p, reference.live))
+        for name, attribute in names.items():
+            if isinstance(state.get(name), torch.Tensor):
+                apart = distance(state[name], getattr(reference, attribute))
+                found[name] = max(found.get(name, 0.0), apart)
+    return found
+
+
+def averages_of(optimizer, parameter):
+    """Return the averages of a parameter by name, however they are kept."""
+    from paceline.optim.state import average_of, storage_of
+    from paceline.optim.weights import keeper_of
+
+    state = {id(p): state for _, p, state in keeper_of(optimizer).remembered()}.get(id(parameter), {})
+    live = state.get("live", parameter.detach())
+    names = [name for name in ("average", "returned") if state and storage_of(state, name) is not None]
+    return {name: average_of(state, name, live) for name in names}

@@ -55,7 +55,10 @@ def pretrain(room, out, *more):
 def trained(room):
     """A run with AdamW and an average beside it."""
     assert (
-        pretrain(room, room / "run", "--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9") == 0
+        pretrain(
+            room, room / "run", "--optimizer", "adamw:control=push,power=0.5", "--averages", "long=power:0.9"
+        )
+        == 0
     )
     return room / "run"
 
@@ -152,12 +155,18 @@ def test_the_examples_of_the_help_are_right(command):
             "train pretrain --out x --steps 5 --optimizer adam",
             "optimizer 'adam' is unknown (did you mean adamw?)",
         ),
-        ("train pretrain --out x --steps 5 --optimizer pace:power=1", "pace has no setting 'power'"),
+        (
+            "train pretrain --out x --steps 5 --optimizer pace:powr=1",
+            "no setting 'powr' (did you mean power?)",
+        ),
         (
             "train pretrain --out x --steps 5 --optimizer adamw:lr=1",
             "the learning rate is a setting of the run",
         ),
-        ("train pretrain --out x --steps 5 --optimizer adamw --telemetry-every 2", "pulls nothing"),
+        (
+            "train pretrain --out x --steps 5 --optimizer adamw --telemetry-every 2",
+            "adamw has none, and pace and push do",
+        ),
         ("train pretrain --out x --steps 5 --optimizer adamw:betas=()", "adamw: tuple index out of range"),
         ("train pretrain --out x --steps 5 --optimizer schedule_free:r=x", "unsupported operand"),
         (
@@ -170,7 +179,11 @@ def test_the_examples_of_the_help_are_right(command):
             "train pretrain --out x --steps 5 --averages powr:0.7",
             "average 'powr' is unknown (did you mean power?)",
         ),
-        ("train pretrain --out x --steps 5 --averages average=power:0.7", "has an average of its own"),
+        ("train pretrain --out x --steps 5 --averages power:0.7", "pace keeps an average of its own"),
+        (
+            "train pretrain --out x --steps 5 --optimizer adamw --averages average=decay:0.7",
+            "Invalid name of an average: 'average'",
+        ),
         ("train pretrain --out x --steps 5 --averages decay:0.9 decay:0.9", "averages need different names"),
         ("train pretrain --out x --steps 5 --model gpt:2m", "unknown model 'gpt:2m'; did you mean gpt:1m?"),
         ("train pretrain --out x --steps 5 --device cuda:77", "device 'cuda:77' cannot be used"),
@@ -330,7 +343,7 @@ def test_a_run_says_what_it_does(room, trained, capsys):
         *["step"] * 3,
         "evaluation",
     ]
-    assert records[0]["config"]["optimizer"] == "pace:ema_power=0.5"
+    assert records[0]["config"]["optimizer"] == "adamw:control=push,power=0.5"
     assert records[-1]["losses"]["held-out"].keys() == {"live", "average", "long"}
     assert {record["kind"] for record in read(trained / "timing.jsonl")} == {"begin", "speed", "save", "end"}
 
@@ -338,7 +351,10 @@ def test_a_run_says_what_it_does(room, trained, capsys):
 def test_a_finished_run_is_left_alone(room, trained, capsys):
     parts = [trained / "records.jsonl", *(trained / "checkpoints").glob("*/*")]
     before = {path: path.read_bytes() for path in parts}
-    assert pretrain(room, trained, "--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9") == 0
+    assert (
+        pretrain(room, trained, "--optimizer", "adamw:control=push,power=0.5", "--averages", "long=power:0.9")
+        == 0
+    )
     said = capsys.readouterr().out
     assert "6 steps of 32 tokens from step 6" in said and "done: " in said and "step 6:" not in said
     assert all(path.read_bytes() == data for path, data in before.items())
@@ -347,12 +363,24 @@ def test_a_finished_run_is_left_alone(room, trained, capsys):
 def test_a_changed_setting_is_refused(room, trained, capsys):
     assert pretrain(room, trained, "--optimizer", "adamw") == 2
     said = capsys.readouterr().err
-    assert "optimizer: 'pace:ema_power=0.5' → 'adamw'" in said and "averages: ['long=power:0.9'] → []" in said
+    assert (
+        "optimizer: 'adamw:control=push,power=0.5' → 'adamw'" in said
+        and "averages: ['long=power:0.9'] → []" in said
+    )
 
 
 def test_a_run_can_be_made_longer(room, trained, tmp_path):
     folder = shutil.copytree(trained, tmp_path / "longer")
-    more = ("--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9", "--steps", 8, "--keep", 5)
+    more = (
+        "--optimizer",
+        "adamw:control=push,power=0.5",
+        "--averages",
+        "long=power:0.9",
+        "--steps",
+        8,
+        "--keep",
+        5,
+    )
     assert pretrain(room, folder, *more) == 0
     assert [step for step, _ in checkpoint.all_of(folder / "checkpoints")] == [3, 6, 8]
     steps = [record["step"] for record in read(folder / "records.jsonl") if record["kind"] == "step"]
@@ -365,7 +393,14 @@ def test_a_fork_goes_on_from_another_run_with_another_schedule(room, trained, tm
     """Also where the folder's name has an @ in it."""
     origin = shutil.copytree(trained, tmp_path / "me@work")
     where = f"{origin}@3" if name == "RUN@STEP" else origin / "checkpoints" / "step-00000003"
-    more = ("--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9", "--schedule", "cosine")
+    more = (
+        "--optimizer",
+        "adamw:control=push,power=0.5",
+        "--averages",
+        "long=power:0.9",
+        "--schedule",
+        "cosine",
+    )
     folder = tmp_path / "forked"
     assert (
         pretrain(room, folder, *more, "--steps", 9, "--fork", where, "--checkpoint-every", 1, "--keep", 9)
@@ -513,8 +548,11 @@ def test_doctor_on_the_machine(capsys):
 def test_doctor_on_a_run(trained, capsys):
     code, said = doctor(trained, capsys)
     assert code == 0 and said.count("whole; step") == 2 and "NOT" not in said
-    assert "step 6 of a pretrain run of gpt:0.3m with pace:ema_power=0.5" in said
-    assert "returned by this run: average" in said and "averages as NAME.average" in said
+    assert "step 6 of a pretrain run of gpt:0.3m with adamw:control=push,power=0.5" in said
+    assert (
+        "returned by this run: average" in said
+        and "averages as NAME.paceline_average, NAME.paceline_long_average" in said
+    )
     loss = min(record["losses"]["held-out"]["average"] for record in losses_of(trained))
     assert f"best held-out loss so far: {loss:.4f}" in said
 
@@ -651,7 +689,14 @@ def test_an_export_has_the_tokenizer_of_its_run_whatever_became_of_the_data(room
 
 def test_a_fork_to_another_tokenizer_is_refused(room, trained, tmp_path, capsys):
     change_words(write_text(tmp_path / "text.txt", paragraphs=120))
-    other = ["--fork", str(trained), "--optimizer", "pace:ema_power=0.5", "--averages", "long=power:0.9"]
+    other = [
+        "--fork",
+        str(trained),
+        "--optimizer",
+        "adamw:control=push,power=0.5",
+        "--averages",
+        "long=power:0.9",
+    ]
     assert pretrain(tmp_path, tmp_path / "run", *other, "--steps", "9") == 2
     assert "another tokenizer" in capsys.readouterr().err
     kept = ["--tokenizer", str(trained / "tokenizer")]

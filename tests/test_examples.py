@@ -20,19 +20,20 @@ def average_is_better(losses):
     assert losses["average"] < losses["live"]
 
 
-# Name of the file → how it is run, and what has to hold for the last number after each word that it prints.
+# File → how it is run, and what must hold for the last number after each name that it prints.
 EXPECTED = {
     "plain_loop.py": ((), returned_is_the_average_and_better),
     "accelerate_example.py": ((), returned_is_the_average_and_better),
     "huggingface.py": ((), returned_is_the_average_and_better),
     "lightning_example.py": ((), returned_is_the_average_and_better),
+    "teacher.py": ((), lambda accuracies: accuracies["with a teacher"] > 0.85 > accuracies["labels alone"]),
     "trl_sft.py": ((), lambda losses: losses["returned"] < 1.5),  # 3.1 before training
     "fsdp2.py": (TORCHRUN, lambda losses: losses["average"] < 2),
     "optax_example.py": ((), average_is_better),
 }
 
 
-# What they show is in other tests too; here it is a quarter of a minute each or more, most of it imports.
+# Each takes a quarter of a minute or more here, and most of it is imports.
 LONG = {"fsdp2.py", "huggingface.py", "lightning_example.py", "optax_example.py", "trl_sft.py"}
 PATHS = [
     pytest.param(path, id=path.name, marks=pytest.mark.long if path.name in LONG else ())
@@ -42,14 +43,20 @@ PATHS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_example(path, tmp_path):
+def test_example(path, tmp_path, tmp_path_factory):
     launcher, holds = EXPECTED[path.name]
-    assert len(path.read_text().splitlines()) < 80
+    arguments = [tmp_path_factory.mktemp("fsdp2")] if launcher else []
+    assert len(path.read_text().splitlines()) <= 70
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *launcher, path], env=environment, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, *launcher, path, *arguments],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"(returned|average|live)(?: weights)?:? (?:loss )?(\d+\.\d+)", done.stdout)
+    names = "returned|average|live|with a teacher|labels alone"
+    found = re.findall(rf"({names}):? (?:loss |accuracy )?(\d+\.\d+)", done.stdout)
     assert holds({word: float(number) for word, number in found}) is not False, done.stdout
     assert not list(tmp_path.iterdir()), "left behind"

@@ -1,78 +1,99 @@
-"""Pages of the documentation: their tables are what code and records give, and nothing else is in them."""
+"""Tables of docs/results.md and docs/cost.md are what records/studies/pages.py makes of the records."""
 
+import importlib.util
+import json
 import re
-import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from paceline.experiments import documentation
-from paceline.experiments.pages import filled, tables_in
-
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "records"
-TABLE = re.compile(r"(<!-- table: \S+ -->\n).*?(<!-- end -->)", re.DOTALL)
+SCRIPT = ROOT / "records/studies/pages.py"
+for package in ("matplotlib", "scipy"):
+    pytest.importorskip(package)
+if not SCRIPT.exists():
+    pytest.skip("records are not part of the package", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
-def tables():
-    return documentation.tables(RECORDS)
+def pages():
+    spec = importlib.util.spec_from_file_location("pages", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pages"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
-def test_tables_are_what_code_and_records_give(path, tables):
-    page = path.read_text(encoding="utf-8")
-    made = tables.get(path.name, {})
-    assert sorted(tables_in(page)) == sorted(made)
-    assert filled(page, made) == page, "make it again: make figures"
-    assert filled(TABLE.sub(r"\1\2", page), made) == page
+def test_make_figures_changes_nothing(pages, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    for name in ("results.md", "cost.md"):
+        (tmp_path / name).write_bytes((ROOT / "docs" / name).read_bytes())
+    pages.main()
+    for name in ("results.md", "cost.md"):
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "run: make figures"
+    assert (tmp_path / "results.png").stat().st_size > 10_000
 
 
-def test_every_page_with_tables_is_there(tables):
-    assert all((ROOT / "docs" / page).is_file() for page in tables)
+def line(**changes):
+    config, environment = {"seed": 1}, {"commit": "abc", "gpu": "X"}
+    for name, value in changes.items():
+        (config if name == "seed" else environment)[name] = value
+    name, losses = "gpt_adamw_lr0.002_constant_40_s1", [[40, {"live": 3.0, "power_0_5": 2.9}]]
+    return {
+        "name": name,
+        "config": config,
+        "environment": environment,
+        "outcome": "finished",
+        "evaluations": losses,
+    }
 
 
-@pytest.mark.slow
-def test_the_command_makes_all_pages_and_figures(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "docs").mkdir()
-    pages = documentation.tables(RECORDS)
-    for name in pages:
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        (tmp_path / "docs" / name).write_text(TABLE.sub(r"\1\2", text), encoding="utf-8")
-    told = run(tmp_path / "docs", RECORDS)
-    assert told.returncode == 0, told.stderr
-    made = {path.name for path in (tmp_path / "docs").iterdir()}
-    assert {Path(line).name for line in told.stdout.splitlines()} == made
-    for name in made:
-        if not name.endswith(".pdf"):
-            assert (ROOT / "docs" / name).is_file(), name
-    for name in pages:
-        assert (tmp_path / "docs" / name).read_bytes() == (ROOT / "docs" / name).read_bytes()
+def test_a_run_is_read(pages, tmp_path):
+    path = tmp_path / "x-evidence-x.jsonl"
+    path.write_text(json.dumps(line()) + "\n")
+    (run,) = pages.read_runs([path])
+    assert (run.group, run.lr, run.seed) == ("gpt_adamw_constant_40", 0.002, 1) and run.losses["live"] == 3.0
 
 
-@pytest.mark.slow
-def test_the_command_says_how_to_call_it(tmp_path):
-    for folders in ((), (tmp_path,), (tmp_path, tmp_path / "none")):
-        told = run(*folders)
-        assert told.returncode == 1 and "experiments.documentation docs records" in told.stderr
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [({"seed": None}, "no seed"), ({"commit": None}, "no code version"), ({"gpu": None}, "no hardware")],
+)
+def test_a_record_of_unknown_origin_is_refused(pages, tmp_path, missing, words):
+    path = tmp_path / "x-evidence-x.jsonl"
+    path.write_text(json.dumps(line()) + "\n" + json.dumps(line(**missing)) + "\n")
+    with pytest.raises(ValueError, match=f"x-evidence-x.jsonl, line 2 has {words}"):
+        pages.read_runs([path])
 
 
-@pytest.mark.slow
-def test_tables_are_made_without_torch():
-    code = """
-import sys
-from pathlib import Path
-from paceline.experiments import documentation
-assert all(make() for page in documentation.tables(Path("records")).values() for make in page.values())
-assert "torch" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+def test_a_benchmark_of_unknown_origin_is_refused(pages, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RECORDS", tmp_path)
+    record = {"seed": 0, "hardware": "X", "commit": None, "rows": []}
+    (tmp_path / "2026-11-19-bench-cpu.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"2026-11-19-bench-cpu\.json has no code version"):
+        pages.read_bench("cpu")
+    assert pages.read_bench("h200") == {}
 
 
-def run(*folders):
-    words = [sys.executable, "-m", "paceline.experiments.documentation", *map(str, folders)]
-    return subprocess.run(words, capture_output=True, text=True)
+def test_verdicts(pages):
+    """Of three seeds a 95 % interval is 4.30 standard errors to each side."""
+
+    def verdict(*differences):
+        own = {(0.1, seed): 3 + d for seed, d in enumerate(differences)}
+        return pages.compared(own, {(0.2, seed): 3.0 for seed in range(len(differences))}, 0.1, 0.2)
+
+    assert verdict(0.0, -0.1, -0.2) == "-0.100 ± 0.058 (3): not settled"
+    assert verdict(-0.1, -0.101, -0.102) == "-0.101 ± 0.001 (3): lower"
+    assert verdict(0.1, 0.101, 0.102) == "+0.101 ± 0.001 (3): higher"
+    assert verdict(0.001, 0.0, -0.001) == "+0.000 ± 0.001 (3): tie"
+    assert verdict(-0.5) == "-0.500 (1): not settled"
+
+
+def test_every_record_is_listed():
+    listed = re.findall(r"`([^`]+)`", (ROOT / "records/README.md").read_text())
+    folders = {path.name for path in (ROOT / "records").iterdir()} - {"README.md", "studies"}
+    unlisted = [name for name in folders if not any(fnmatch(name, one.rstrip("/")) for one in listed)]
+    assert not unlisted

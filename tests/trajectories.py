@@ -5,10 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.optim.settings import Control
+
 DATA = np.load(Path(__file__).parent / "golden" / "golden_pace.npz", allow_pickle=False)
 META = json.loads(str(DATA["meta"]))
+"""Case → its settings, in the paper's letters."""
 
-# Readings of the paper that algorithm decisions 1, 3, 4, 5 and 6 rule out, and a gain that is no more.
+# Readings of the paper that algorithm decisions 1, 3, 4, 5 and 6 rule out, and gains that lost.
 NOT_OFFERED = {
     "post": "pull of raw toward the old average",
     "saturated_post_frozen": "the same, and frozen for ever where the gain is 1",
@@ -20,22 +23,33 @@ NOT_OFFERED = {
     "relative_gain": "a gain that was removed: sized within each tensor",
     "relative_push": "the same, with a negative strength",
 }
-OFFERED = [case for case in META if case not in NOT_OFFERED]
 
 
-def settings(options):
-    return {
-        "betas": tuple(options["betas"]),
-        "eps": options["eps"],
-        "weight_decay": options["weight_decay"],
-        "pullback_strength": options["c"],
-        "gain": options["gain_mode"],
-        "ema_power": options["kappa"],
-        "update_every": options["uf"],
-        "ema_offset": options["offset"],
-        "ema_scale": options["gain"],
-        "max_gain": float("inf") if options["clip"] is None else options["clip"],
-        "gap": options["variant"],
-        "return_power": options["return_power"],
-        "maximize": options["maximize"],
-    }
+def control_of(case):
+    """Return the control of a case, or None if it is not offered."""
+    paper = META[case]
+    sized = paper["gain_mode"] in ("paper", "uniform") and paper["offset"] in (0.0, 1.0)
+    if case in NOT_OFFERED or not sized:
+        return None
+    lookahead = {"gap": "after", "order": "average, then pull"} if paper["variant"] == "lookahead" else {}
+    return Control(
+        strength=paper["c"],
+        sizing=paper["gain_mode"],
+        power=paper["kappa"],
+        return_power=paper["return_power"],
+        every=paper["uf"],
+        slope=paper["gain"],
+        delay=1.0 - paper["offset"],
+        max_gain=float("inf") if paper["clip"] is None else paper["clip"],
+        **lookahead,
+    )
+
+
+CONTROLS = {case: control_of(case) for case in META}
+OFFERED = [case for case, control in CONTROLS.items() if control is not None]
+
+
+def adamw_of(case):
+    """Return AdamW's settings of a case."""
+    paper = META[case]
+    return {"betas": tuple(paper["betas"]), **{k: paper[k] for k in ("eps", "weight_decay", "maximize")}}

@@ -1,7 +1,7 @@
-"""Pages as the site wants them: links to files beside docs/, such as ../examples/optax_example.py.
+"""Pages as the site wants them: links to files next to docs/, such as ../examples/optax_example.py.
 
 In the repository they are what they say. For the site each such file becomes a part of it: Python files and
-Markdown become pages, anything else is copied; of a folder its report.html and the numbers beside it, or its
+Markdown become pages, anything else is copied; of a folder its report.html and its numbers, or its
 README.md. A link to what does not exist is left as it is, and fails a strict build.
 """
 

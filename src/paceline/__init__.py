@@ -7,19 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline import schedules
+    from paceline.groups import parameter_groups
     from paceline.optim import (
         BEMA,
         PACE,
-        Averages,
         Blend,
+        Control,
         FixedDecay,
         HalfLife,
         Polynomial,
         PowerLaw,
-        Pullback,
+        attach,
         averaged_state_dict,
+        averaged_tensors,
         averaged_weights,
-        parameter_groups,
         pull_statistics,
         reset_average,
         save_averaged,
@@ -30,29 +32,33 @@ __version__ = "0.1.0"
 __all__ = [
     "BEMA",
     "PACE",
-    "Averages",
     "Blend",
+    "Control",
     "FixedDecay",
     "HalfLife",
     "Polynomial",
     "PowerLaw",
-    "Pullback",
     "__version__",
+    "attach",
     "averaged_state_dict",
+    "averaged_tensors",
     "averaged_weights",
     "parameter_groups",
     "pull_statistics",
     "reset_average",
     "save_averaged",
+    "schedules",
 ]
-
-_HOME = {name: "paceline.optim" for name in __all__ if name != "__version__"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    if name == "schedules":
+        return import_module("paceline.schedules")
+    if name == "parameter_groups":
+        return import_module("paceline.groups").parameter_groups
+    if name in __all__:
+        return getattr(import_module("paceline.optim"), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

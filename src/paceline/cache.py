@@ -1,9 +1,9 @@
-"""Where things are kept that can be made again: prepared data."""
+"""The folder of the cache, for prepared data."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """~/.cache/paceline; PACELINE_CACHE names another place."""
+    """Return the folder that PACELINE_CACHE names, or ~/.cache/paceline."""
     return Path(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")).expanduser()

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "compare": """examples:
   paceline compare
-      a demonstration: 12 short runs of a small GPT on the text inside this Python; minutes on two cores
+      a demonstration: 15 short runs of a small GPT on the text inside this Python; minutes on two cores
   paceline compare --data my.jsonl --model gpt:12m --lr 1e-3,2e-3,4e-3 --seeds 3 --time 8h
       the own text, as many steps as fit the time
   paceline compare --task sft --data chat.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct \\
-      --length 1024 --tokens 20M --methods ema_long pace pace_paper pace_paper:pullback_strength=0.01 wsd
+      --length 1024 --tokens 20M --methods ema_long push pace pace:c=1e-2 wsd
       fine-tuning on conversations, with methods of the own choice
 
 What it costs: methods x learning rates x seeds runs, where adamw, ema_short and ema_long are one run.
 Before the first one it tries the model for a few steps, and says how long all will take.
 Stop it whenever you like (Ctrl-C): the same command goes on, and repeats no finished run.
 
-methods: NAME, or NAME:setting=value/AVERAGE@SCHEDULE, e.g. pace:ema_power=0.7/power:0.9@wsd
+methods: NAME, or NAME:setting=value/AVERAGE@SCHEDULE, e.g. adamw:weight_decay=0.1/power:0.9@wsd
   adamw          AdamW, its last weights           wsd, cosine     AdamW with a decay, its last weights
-  ema_short      an average of AdamW's weights     pace            PACE, the average that it returns
-  ema_long       a longer one, of the same run     pace_paper      PACE as in the paper, with its one average
+  ema_short      an average of AdamW's weights     pace            PACE as in the paper, its average
+  ema_long       a longer one, of the same run     push            PACE with a push, as we recommend it
   schedule_free  bema  lookahead  gpa  ema_nesterov  ademamix  sgd""",
     "sweep": sweep.EXAMPLES,
     "report": """examples:
@@ -198,8 +198,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     data.add_argument("folder", type=Path, help="where to write the shards")
     data.add_argument("--data", nargs="+", required=True, help="as in train")
     data.add_argument("--tokenizer", default="bpe:2048", help="as in train")
-    bench.add(add("bench", "what a step of PACE costs on this machine, beside its rivals", _bench))
-    cost.add(add("cost", "what a training would cost: memory, time, checkpoints, before it is run", _cost))
+    bench.add(add("bench", "time and memory of an optimizer's step on this machine, next to AdamW", _bench))
+    cost.add(add("cost", "bytes that an optimizer keeps, and its share of your training step", _cost))
     theory.add(
         add("theory", "the theory behind PACE: numbers, pictures, advice on your runs", _theory), _Parser
     )

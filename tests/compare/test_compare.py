@@ -61,8 +61,8 @@ def records_of(folder):
 def test_every_method_of_the_library_is_compared(compared):
     table = (compared / "results.csv").read_text(encoding="utf-8").splitlines()
     assert len(table) == 1 + len(NAMES)
-    # A candidate is research, and ScheduleFree+ of a package that is not released yet.
-    named = {Method(optimizer=name).optimizer for name in OPTIMIZERS} - {"candidate", "schedule_free_plus"}
+    named = {Method(optimizer=name).optimizer for name in OPTIMIZERS}
+    named.remove("schedule_free_plus")  # of a package that is not released yet
     assert named == {m.optimizer.partition(":")[0] for m in NAMES.values()}
     for line in table[1:]:
         assert 3 < float(line.rpartition(",")[2]) < 8, line
@@ -95,7 +95,7 @@ def test_a_comparison_leaves_records_and_no_models(compared, room, tmp_path):
 def test_methods_that_train_alike_share_a_run():
     base = Run(steps=5)
     runs = runs_of(tuple(map(parse, method.DEFAULT)), base)
-    shared = [("adamw", "constant", 2), ("pace", "constant", 0), ("adamw", "wsd", 0)]
+    shared = [("adamw", "constant", 2), ("push", "constant", 0), ("pace", "constant", 0), ("adamw", "wsd", 0)]
     shared.append(("schedule_free", "constant", 0))
     assert [(run.optimizer, run.schedule, len(run.averages)) for run in runs] == shared
 
@@ -210,7 +210,17 @@ def test_names_of_runs_differ_where_results_do():
     ("more", "said"),
     [
         (["--methods", "pase"], "method 'pase' is unknown (did you mean pace?)"),
-        (["--methods", "pace:strength=1"], "pace has no setting 'strength'"),
+        (["--methods", "pace:strenght=1"], "pace has no setting 'strenght' (did you mean strength?)"),
+        (
+            ["--methods", "push:strength=1"],
+            "pace:control=push: Invalid strength value: 1; allowed: 0 <= strength < 1",
+        ),
+        (["--methods", "pace:control=psuh"], "control is 'psuh' (did you mean push?); allowed: paper, push,"),
+        (["--methods", "adamw:strength=1"], "strength goes with a control, as in adamw:control=push"),
+        (["--methods", "adamw:control=paper"], "Control.paper() is sized by the second moments of AdamW"),
+        (["--methods", "pace:control=push,c=1"], "c is 1; it goes with control=paper"),
+        (["--methods", "gpa:control=push"], "gpa has no setting 'control'"),
+        (["--methods", "pace/power:0.5"], "pace keeps an average of its own, and no others beside it"),
         (["--methods", "pace@cosin"], "schedule 'cosin' is unknown (did you mean cosine?)"),
         (["--methods", "adamw/powr:0.5"], "average 'powr' is unknown (did you mean power?)"),
         (["--lr", "1e-3,x"], "lr 'x' is no number"),

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from paceline.cli import main
 from paceline.control.advice import Situation, advise
 from paceline.experiments.config import ConfigError
+from paceline.experiments.steering import control_in
 from paceline.experiments.theory import controllers, convex, figures
 from paceline.experiments.theory.errata import ERRATA
 from paceline.experiments.theory.page import CHAPTERS, page
@@ -121,6 +123,9 @@ def _run(folder: Path, readings: list[dict[str, float]], outcome: str = "finishe
     records = next((COMPARISON / "runs").glob("pace*0.004*42*")) / "records.jsonl"
     about = json.loads(records.read_text().partition("\n")[0])
     about["config"] |= {"steps": 50, "lr": 4e-3} | config
+    control = control_in(config.get("optimizer", "pace"))
+    assert control is not None
+    about["control"] = asdict(control)
     losses = {"held-out": {"live": 3.5, "average": 3.4, "long_ema": 3.3}}
     lines = [
         about,
@@ -137,31 +142,38 @@ def _run(folder: Path, readings: list[dict[str, float]], outcome: str = "finishe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "readings", "text"),
+    ("config", "readings", "text", "right"),
     [
-        ({"optimizer": "pace:pullback_strength=0"}, [READING | {"ratio/q50": 0.0}], "R = 0 for"),
         (
-            {"optimizer": "pace:gain=uniform,pullback_strength=-0.3"},
+            {"optimizer": "push:strength=0.3,power=0.5,step=1"},
             [READING | dict.fromkeys(("ratio/q10", "ratio/q50", "ratio/q90"), -0.3)],
             "R = -0.3 for a typical coordinate: slow changes see a learning rate of 0.00539",
+            "1",
+        ),
+        (
+            {"optimizer": "push:strength=0.3,power=0.5"},  # its step keeps the meaning of lr
+            [READING | dict.fromkeys(("ratio/q10", "ratio/q50", "ratio/q90"), -0.3)],
+            "slow changes see a learning rate of 0.00377, not 0.004",
+            "0.4",
         ),
         (
             {"schedule": "cosine"},  # the pull is as it was at the full rate, not as it faded
             [READING, READING | {"lr": 0.0, "ratio/q50": 0.0, "t": 60.0}],
             "R = 0.4 for a typical coordinate: slow changes see a learning rate of 0.00298",
+            "1",
         ),
     ],
 )
-def test_advice_on_other_runs_of_pace(config, readings, text, tmp_path):
+def test_advice_on_other_runs_of_pace(config, readings, text, right, tmp_path):
     lines, picture = advise_on([_run(tmp_path / "run", readings, **config)], 2e-3)
     assert text in "\n".join(lines)
     picture.draw(tmp_path / "advice.png")
-    assert picture.rows[1][-1] == "1"  # R*
+    assert picture.rows[1][-1] == right  # R*
 
 
 def test_runs_of_different_strength_are_kept_apart_and_unlike_ones_refused(tmp_path):
     first = _run(tmp_path / "a", [READING])
-    second = _run(tmp_path / "b", [READING | {"ratio/q50": 2.0}], "stopped", optimizer="pace:ema_power=0.7")
+    second = _run(tmp_path / "b", [READING | {"ratio/q50": 2.0}], "stopped", optimizer="pace:power=0.7")
     lines = "\n".join(advise_on([first, second])[0])
     assert "R = 0.4 for" in lines and "R = 2 for" in lines and "so far" in lines
     third = _run(tmp_path / "c", [READING], model="gpt:12m")
@@ -195,7 +207,7 @@ def test_curvature_shows_both_sides_of_the_trade():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"lr": 0.0}, {"ratio": -1.0}, {"ratio": float("inf")}, {"steps": 0}, {"ema_power": 2.0},
+        {"lr": 0.0}, {"ratio": -1.0}, {"ratio": float("inf")}, {"steps": 0}, {"power": 2.0}, {"step": 0.0},
         {"best_lr": 0.0}, {"speeds": (2.0, 1.0)}, {"speeds": (1.0, 2.0, 3.0)}, {"lr": "fast"},
     ],
 )  # fmt: skip

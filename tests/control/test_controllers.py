@@ -769,15 +769,13 @@ def test_monte_carlo_of_a_matrix_costs_what_the_doubled_problem_says():
     a, noise, mu, start = SKEWED[2], np.array([[0.5, 0.2], [0.2, 0.3]]), np.array([1.0, -1.0]), [2.0, 0.5]
     problem = Diffusion(curvature=a, horizon=3.0, penalty=0.05, covariance=noise)
     control = simulate.knowing(problem, mu)
-    cost, error = simulate.simulate(problem, control, start, mu, steps=200, paths=10000, seed=7).cost(
-        mu, 0.05
-    )
+    cost, error = simulate.simulate(problem, control, start, mu, steps=60, paths=4000, seed=7).cost(mu, 0.05)
     expected = original_problem(a, 0.05, 3.0, noise).cost([1.0, 1.5, 0.0, 0.0])
     assert abs(cost - expected) < 3 * error
-    assert error < 0.02 * expected
+    assert error < 0.03 * expected
     # Without sampling, and in steps so short that the held control is the continuous one.
-    costs = [exact_cost(problem, control, start, mu, np.zeros((2, 2)), n, "exact") for n in (50, 100)]
-    assert costs[1] == pytest.approx(expected, rel=0.01)
+    costs = [exact_cost(problem, control, start, mu, np.zeros((2, 2)), n, "exact") for n in (25, 50)]
+    assert costs[1] == pytest.approx(expected, rel=0.02)
     assert 0 < costs[1] - expected < 0.6 * (costs[0] - expected)
 
 
@@ -1871,7 +1869,7 @@ def test_what_was_seen_has_numbers_of_one_shape():
     for name in ("start", "weights", "integral", "control"):
         with pytest.raises(ValueError, match=rf"^Invalid {name}: .*nan"):
             Seen(**given | {name: [0.0, NAN]})
-        with pytest.raises(ValueError, match=r"shapes alike"):
+        with pytest.raises(ValueError, match=r"equal shapes"):
             Seen(**given | {name: np.zeros(3)})
 
 

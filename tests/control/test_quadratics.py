@@ -14,7 +14,7 @@ import schedulefree
 import torch
 from scipy.optimize import minimize_scalar
 
-from paceline import Pullback, averaged_weights
+from paceline import Control, attach, averaged_weights
 from paceline.control.bounds import alike_factor, convex_bound, convex_bound_tuned
 from paceline.control.discrete import Logistic, Pair, PiecewiseLinear, Quadratic, bema, step, train
 from paceline.control.family import (
@@ -43,7 +43,7 @@ from paceline.control.limits import (
     spectral_radius,
 )
 from paceline.control.recursion import VARIANTS, Recursion, stylized
-from paceline.optim.baselines import GPA, EMANesterov
+from paceline.optim import baselines
 
 pytestmark = pytest.mark.slow  # half a minute together: not part of `make check`
 
@@ -1219,44 +1219,42 @@ def optimized(make):
     return np.array(live), np.array(average)
 
 
-@pytest.mark.parametrize("gap", ["pre", "lookahead"])
+@pytest.mark.parametrize("variant", ["pre", "lookahead"])
 @pytest.mark.parametrize(
     ("strength", "settings"),
     [
-        (0.7, {"ema_power": 0.5}),
-        (5.0, {"ema_power": 0.5}),  # clipped in the first 24 steps
-        (5.0, {"ema_power": 0.2, "max_gain": 0.4}),
-        (-0.5, {"ema_power": 1.0}),
-        (2.0, {"ema_power": 0.7, "ema_offset": 3.0, "ema_scale": 2.0}),
+        (0.7, {"power": 0.5}),
+        (5.0, {"power": 0.5}),  # clipped in the first 24 steps
+        (5.0, {"power": 0.2, "max_gain": 0.4}),
+        (-0.5, {"power": 1.0}),
+        (2.0, {"power": 0.7, "delay": 3.0, "slope": 2.0}),
     ],
 )
-def test_pullback_around_sgd_is_the_stylised_update(gap, strength, settings):
-    lives, averages = optimized(
-        lambda p: Pullback(
-            torch.optim.SGD(p, lr=0.2), gain="uniform", pullback_strength=strength, gap=gap, **settings
-        )
-    )
-    offset, scale = settings.get("ema_offset", 1.0), settings.get("ema_scale", 1.0)
+def test_a_control_around_sgd_is_the_stylised_update(variant, strength, settings):
+    order = {"pre": {}, "lookahead": {"gap": "after", "order": "average, then pull"}}[variant]
+    control = Control(strength=strength, sizing="uniform", **order, **settings)
+    lives, averages = optimized(lambda p: attach(torch.optim.SGD(p, lr=0.2), control=control))
+    slope, delay = settings.get("slope", 1.0), settings.get("delay", 0.0)
 
     def rate(t):
-        return (offset + scale * t) ** -settings["ema_power"]
+        return (1 + slope * max(0.0, t - delay)) ** -settings["power"]
 
     def pull(t):
         return min(rate(t) * strength, settings.get("max_gain", 1.0))
 
     loss, pair = Recorded(CURVATURE, NOISE), Pair(START, START)
     for t in range(1, 51):
-        pair = step(pair, loss.gradient(pair.live), 0.2, pull(t), rate(t), gap)
+        pair = step(pair, loss.gradient(pair.live), 0.2, pull(t), rate(t), variant)
         np.testing.assert_allclose(lives[t - 1], pair.live, rtol=0, atol=1e-12)
         np.testing.assert_allclose(averages[t - 1], pair.average, rtol=0, atol=1e-12)
-    ended = train(Recorded(CURVATURE, NOISE), START, lr=0.2, pull=pull, rate=rate, steps=50, variant=gap)
+    ended = train(Recorded(CURVATURE, NOISE), START, lr=0.2, pull=pull, rate=rate, steps=50, variant=variant)
     np.testing.assert_allclose(ended.live[0], lives[-1], rtol=0, atol=1e-12)
     np.testing.assert_allclose(ended.average[0], averages[-1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("mu_x", "mu_y"), [(0.9, 0.7), (0.9967, 0.7), (0.6, 0.0)])
 def test_gpa_around_sgd_is_the_setting_of_the_family(mu_x, mu_y):
-    lives, averages = optimized(lambda p: GPA(torch.optim.SGD(p, lr=0.2), mu_x=mu_x, mu_y=mu_y))
+    lives, averages = optimized(lambda p: baselines.gpa(torch.optim.SGD(p, lr=0.2), mu_x=mu_x, mu_y=mu_y))
     setting = gpa(0.2, mu_x, mu_y)
     live, average = path(Recorded(CURVATURE, NOISE), START, setting.lr, setting.pull, setting.rate, 50)
     np.testing.assert_allclose(lives, live[1:], rtol=0, atol=1e-12)
@@ -1264,7 +1262,8 @@ def test_gpa_around_sgd_is_the_setting_of_the_family(mu_x, mu_y):
 
 
 def test_ema_nesterov_around_sgd_is_the_recursion_of_the_family():
-    lives, shown = optimized(lambda p: EMANesterov(torch.optim.SGD(p, lr=0.2), push=0.6, decay=0.8))
+    around = baselines.ema_nesterov
+    lives, shown = optimized(lambda p: around(torch.optim.SGD(p, lr=0.2), push=0.6, decay=0.8))
     for i, alpha in enumerate(CURVATURE):
         recursion, state = ema_nesterov(0.2, 0.8, 0.6, alpha), np.full(2, START[i])
         for t in range(50):

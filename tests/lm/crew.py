@@ -12,14 +12,13 @@ from tiny import RandomTokens
 from torch.nn import functional as F
 from trials import STEP, Trial, before
 
-from paceline import PACE, averaged_weights
+from paceline import PACE, Control, averaged_weights, schedules
 from paceline.lm import checkpoint
 from paceline.lm.batch import IGNORED
 from paceline.lm.evaluate import NotFiniteError, summed_loss
 from paceline.lm.gpt import GPT, GPTShape
 from paceline.lm.loop import Evaluation, Plan, Progress, Step, Trainee, train
 from paceline.lm.parallel import ALONE, joined
-from paceline.optim import schedules
 
 # Rows that no number of ranks divides; the embedding is the last layer too.
 SHAPE = GPTShape(vocabulary=51, length=16, width=30, layers=2, heads=2)
@@ -84,9 +83,8 @@ def precise_loss(model, batch):
 def trainee_on(ranks, dtype, *, shape=SHAPE, poison=None, **settings):
     torch.manual_seed(0)
     model, called = ranks.spread(GPT(shape).to(dtype), torch.device("cpu"))
-    optimizer = PACE(
-        model.parameters(), lr=1e-3, gain="paper", pullback_strength=0.3, return_power=0.8, **settings
-    )
+    control = Control.paper(c=0.3, return_power=0.8, **settings)
+    optimizer = PACE(model.parameters(), lr=1e-3, control=control)
     loss_of = precise_loss if dtype == torch.float64 else summed_loss
     if poison is not None:
         loss_of = partial(_poisoned, loss_of, poison)
@@ -96,7 +94,7 @@ def trainee_on(ranks, dtype, *, shape=SHAPE, poison=None, **settings):
         scheduler=schedules.constant(optimizer, warmup=2),
         samples=RandomTokens(40, vocabulary=51, masked=0.3),
         held_out={"held-out": RandomTokens(11, vocabulary=51, seed=9, masked=0.3)},
-        views={"live": nullcontext, "average": partial(averaged_weights, optimizer, model)},
+        views={"live": nullcontext, "average": partial(averaged_weights, optimizer, model=model)},
         loss_of=loss_of,
         ranks=ranks,
         called=called,
@@ -172,7 +170,7 @@ def parity():
         print(how, "float64, an uneven batch, clipped", flush=True)
         compare(how, torch.float64, PLAN)
         print(how, "float32, every third step updates", flush=True)
-        compare(how, torch.float32, PLAN, update_every=3)
+        compare(how, torch.float32, PLAN, every=3)
     few = Plan(steps=6, batch_size=1, micro_batch_size=1, seed=3, evaluate_every=3)
     for how in ("ddp", "fsdp2"):
         print(how, "a rank without samples", flush=True)

@@ -290,7 +290,7 @@ def runs_in(room: Path) -> dict[str, Run]:
         length=32,
         dropout=0.1,
         steps=14,
-        optimizer="pace:update_every=2,return_power=0.8",
+        optimizer="adamw:control=push,every=2,return_power=0.8",
         averages=("short=power:0.5", "bema:0.5"),
         schedule="wsd",
         telemetry_every=4,

@@ -250,19 +250,19 @@ def test_a_template_without_a_token_that_ends_a_turn():
     ("template", "message"),
     [
         # without a generation prompt the header would be learned
-        (SMOLLM2.partition("{% if add_generation_prompt")[0], "does not let the assistant's words be told"),
+        (SMOLLM2.partition("{% if add_generation_prompt")[0], "cannot be found with this chat template"),
         # only the last turn has an end
         (
             "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% elif messages | length > 1 %}<|im_end|>{% endif %}",
-            "does not let the assistant's words be told",
+            "cannot be found with this chat template",
         ),
         # counts the messages at the beginning
-        ("{{ messages | length }}" + SMOLLM2, "writes the first 1 messages alone in another way"),
+        ("{{ messages | length }}" + SMOLLM2, "writes the first 1 messages alone differently"),
         ("{% for message in messages %}{{ message['content'] }}", "the chat template fails: .*endfor"),
         ("{{ raise_exception('not today') }}", "the chat template fails: not today"),
         ("{{ ''.__class__.__mro__ }}", "the chat template fails: .*unsafe"),
-        ("Hello", "does not let the assistant's words be told"),
+        ("Hello", "cannot be found with this chat template"),
     ],
 )
 def test_a_template_that_cannot_be_used(template, message):

@@ -150,8 +150,14 @@ SPECS = [
     "adamw",
     "adamw:amsgrad=true,foreach=true",
     "pace",
-    "pace:update_every=3,return_power=0.8",
-    "pace:gain=paper,pullback_strength=inf",
+    "pace:every=3,return_power=0.8",
+    "pace:c=inf",
+    "pace:average_dtype=bfloat16",
+    "pace:control=none",
+    "push",
+    "push:average_dtype=int8",
+    "adamw:control=push",
+    "adamw:control=pull,strength=inf,average_dtype=bfloat16",
     "ademamix",
     "sgd",
     "sgd:momentum=0.9",
@@ -159,7 +165,6 @@ SPECS = [
     "gpa",
     "ema_nesterov",
     "schedule_free",
-    "candidate:gain=gated,strength=3",
 ]
 AVERAGES = ("power:0.7", "long=half_life:0.1", "decay:0.9", "polynomial:8", "bema:0.5", "blend:0.5,power,0.7")
 
@@ -169,7 +174,7 @@ def trainee_of(spec, averages, seed):
     run = Run(optimizer=spec, averages=averages, steps=20, lr=1e-2, schedule="wsd", data=("x",))
     model = GPT(SHAPE)
     optimizer = methods.make_optimizer(run, model)
-    views, _ = methods.make_views(optimizer, model)
+    views, _ = methods.make_views(run, optimizer, model)
     return Trainee(
         model=model,
         optimizer=optimizer,
@@ -189,7 +194,8 @@ def test_all_optimizers_are_tried():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "averages"),
-    [(spec, ()) for spec in SPECS] + [("adamw", AVERAGES), ("pace", AVERAGES), ("lookahead", AVERAGES[:1])],
+    [(spec, ()) for spec in SPECS]
+    + [("adamw", AVERAGES), ("adamw:control=push", AVERAGES), ("sgd", AVERAGES[1:])],
 )
 def test_every_optimizer_goes_on_to_the_bit(tmp_path, spec, averages):
     plan = dataclasses.replace(PLAN, steps=6, evaluate_every=3)

@@ -11,12 +11,11 @@ from tiny import RandomTokens
 from torch import nn
 from torch.nn import functional as F
 
-from paceline import PACE, Averages, PowerLaw, averaged_weights
+from paceline import PACE, Control, PowerLaw, attach, averaged_weights, schedules
 from paceline.lm.batch import IGNORED, Batch, numbers_at
 from paceline.lm.evaluate import NotFiniteError, held_out_loss
 from paceline.lm.gpt import GPT, GPTShape
 from paceline.lm.loop import Evaluation, Plan, Progress, Step, Trainee, train
-from paceline.optim import schedules
 
 SHAPE = GPTShape(vocabulary=50, length=16, width=32, layers=2, heads=2)
 PLAN = Plan(steps=12, batch_size=6, micro_batch_size=6, seed=3, evaluate_every=5)
@@ -25,15 +24,11 @@ PLAN = Plan(steps=12, batch_size=6, micro_batch_size=6, seed=3, evaluate_every=5
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def trainee_of(make=ADAMW, *, shape=SHAPE, samples=None, warmup=4, **more):
+def trainee_of(make=ADAMW, *, shape=SHAPE, samples=None, warmup=4, averages=(), **more):
     torch.manual_seed(0)
     model = GPT(shape)
     optimizer = make(model.parameters())
-    views = {"live": nullcontext}
-    if isinstance(optimizer, PACE):
-        views["average"] = partial(averaged_weights, optimizer)
-    if isinstance(optimizer, Averages):
-        views |= {name: partial(averaged_weights, optimizer[name]) for name in optimizer}
+    views = {"live": nullcontext} | {name: partial(averaged_weights, optimizer, name) for name in averages}
     return Trainee(
         model=model,
         optimizer=optimizer,
@@ -92,12 +87,14 @@ def test_adamw_is_a_plain_torch_loop_to_the_bit():
 
 @pytest.mark.slow
 def test_averages_of_any_kind_leave_the_live_weights_alone():
-    """AdamW, AdamW with averages beside it, and PACE of strength 0."""
+    """AdamW, AdamW with averages beside it, and PACE without a control."""
     adamw = trainee_of()
     beside = trainee_of(
-        lambda p: Averages(torch.optim.AdamW(p, lr=1e-2), {"short": PowerLaw(0.3), "long": PowerLaw(0.9)})
+        lambda p: attach(ADAMW(p), averages={"short": PowerLaw(0.3), "long": PowerLaw(0.9)}),
+        averages=("short", "long"),
     )
-    passive = trainee_of(partial(PACE, lr=1e-2, pullback_strength=0.0, ema_power=0.3, foreach=False))
+    none = partial(PACE, lr=1e-2, control=Control.none(power=0.3), foreach=False)
+    passive = trainee_of(none, averages=("average",))
     found = [records_of(trainee)[-1].losses["held-out"] for trainee in (adamw, beside, passive)]
     assert_same(weights_of(adamw), weights_of(beside))
     assert_same(weights_of(adamw), weights_of(passive))
@@ -153,9 +150,9 @@ def test_an_evaluation_is_the_mean_over_all_targets():
 @pytest.mark.parametrize("stop_at", range(1, 16))
 def test_it_goes_on_from_wherever_it_stopped(stop_at):
     """Stopped after that many questions; some of them are asked inside evaluations."""
-    whole = trainee_of(partial(PACE, lr=1e-2))
+    whole = trainee_of(partial(PACE, lr=1e-2), averages=("average",))
     expected = records_of(whole)
-    parts, progress = trainee_of(partial(PACE, lr=1e-2)), Progress()
+    parts, progress = trainee_of(partial(PACE, lr=1e-2), averages=("average",)), Progress()
     asked = itertools.count(1)
     found = records_of(parts, progress=progress, stop=lambda: next(asked) == stop_at)
     assert len(found) < len(expected)

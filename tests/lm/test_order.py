@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.lm.batch import Batch, load, numbers_at
+from paceline.lm.batch import Batch, load_batches, numbers_at
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ class Order:
 
 
 def batches(order, steps, workers):
-    return list(load(Counted(order.samples), order, steps, workers=workers, pinned=False))
+    return list(load_batches(Counted(order.samples), order, steps, workers=workers, pinned=False))
 
 
 def assert_equal(some, others):

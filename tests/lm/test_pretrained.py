@@ -402,7 +402,7 @@ def test_an_exported_model_is_loaded_by_plain_transformers(tmp_path, tokenizer):
 def test_an_export_replaces_nothing(tmp_path, tokenizer):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="out is there already"):
+    with pytest.raises(FileExistsError, match="out exists already"):
         export_folder(Pretrained(make()), tokenizer, tmp_path / "out")
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "thesis.txt"]
 

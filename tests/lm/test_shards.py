@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from paceline.lm import shards
-from paceline.lm.batch import load
+from paceline.lm.batch import load_batches
 from paceline.lm.files import locked
 from paceline.lm.shards import Windows, open_tokens, prepare
 
@@ -512,8 +512,8 @@ def test_workers_give_the_same_batches(folder):
     def numbers(step):
         return np.array([step, 3 * step])
 
-    alone = list(load(windows, numbers, range(2, 9), workers=0, pinned=False))
-    helped = list(load(windows, numbers, range(2, 9), workers=2, pinned=False))
+    alone = list(load_batches(windows, numbers, range(2, 9), workers=0, pinned=False))
+    helped = list(load_batches(windows, numbers, range(2, 9), workers=2, pinned=False))
     assert len(alone) == len(helped) == 7
     assert all(
         torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) for a, b in zip(alone, helped)

@@ -40,7 +40,7 @@ from trials import (
     words_of,
 )
 
-from paceline import PACE
+from paceline import PACE, Control
 from paceline.cli import main
 from paceline.experiments.config import Run
 from paceline.experiments.records import read
@@ -80,7 +80,7 @@ def runs(room):
         tokenizer="bpe:300",
         length=16,
         dropout=0.1,
-        optimizer="pace:update_every=2",
+        optimizer="adamw:control=push,every=2",
         averages=("short=power:0.5",),
         telemetry_every=2,
         **common,
@@ -471,9 +471,12 @@ def test_steps_left_out_change_nothing_and_are_counted(attempt, runs):
             assert (attempt.folder / name).read_bytes() == (attempt.folder / before_it).read_bytes()
 
 
-def test_readings_of_the_pull_are_the_same_after_a_step_left_out(attempt, runs, tmp_path):
-    """They are taken by updates, not steps, which are then out of step with the loop, interrupted or not."""
-    run = dataclasses.replace(runs["pretrain"], skip_nonfinite=1, steps=9, optimizer="pace")
+@pytest.mark.parametrize("optimizer", ["pace", "push", "adamw:control=push"])
+def test_readings_of_the_control_are_the_same_after_a_kill_and_left_out_with_their_step(
+    attempt, runs, tmp_path, optimizer
+):
+    """Interrupted or not; the second step is left out, and with it its reading."""
+    run = dataclasses.replace(runs["pretrain"], skip_nonfinite=1, steps=9, averages=(), optimizer=optimizer)
     spoiled = partial(after, STEP, (2,), trials.spoil)
     assert attempt(spoiled, run=run, folder=tmp_path / "whole").code == 0
     assert attempt(spoiled, partial(before, STEP, (5,), send, signal.SIGTERM), run=run).code == 143
@@ -481,7 +484,7 @@ def test_readings_of_the_pull_are_the_same_after_a_step_left_out(attempt, runs, 
     assert attempt(run=run).code == 0
     assert not differences(attempt.folder, tmp_path / "whole")
     told = read(attempt.folder / "records.jsonl")
-    assert [record["step"] for record in told if record["kind"] == "telemetry"] == [3, 5, 7, 9]
+    assert [record["step"] for record in told if record["kind"] == "telemetry"] == [4, 6, 8]
 
 
 def test_too_many_steps_left_out_end_the_run(attempt, runs):
@@ -581,7 +584,7 @@ def test_a_killed_reader_of_data_ends_the_run_and_it_goes_on(attempt, expected, 
     os.kill(int(children[0]), signal.SIGKILL)
     # torch raises its error wherever the trainer is at that moment, in one of several wordings.
     assert trial.wait() == 1, trial.text()
-    assert re.search("DataLoader worker|a process that reads data ahead failed", trial.text()), trial.text()
+    assert re.search("DataLoader worker|a worker process that reads data failed", trial.text()), trial.text()
     assert attempt(run=run).code == 0
     ours, theirs = (list(read(f / "records.jsonl"))[1:] for f in (attempt.folder, expected["pretrain"]))
     assert ours == theirs
@@ -596,7 +599,7 @@ def test_a_source_that_hangs_does_not_hang_the_run(attempt, runs):
         run=run,
     )
     assert trial.code == 1
-    assert "a process that reads data ahead failed: DataLoader timed out after 1" in trial.text()
+    assert "a worker process that reads data failed: DataLoader timed out after 1" in trial.text()
     assert time.monotonic() - began < 45
 
 
@@ -616,7 +619,7 @@ def begun(room, runs):
     [
         {"model": "gpt:1m"},
         {"optimizer": "adamw", "telemetry_every": None},
-        {"optimizer": "pace:update_every=3"},
+        {"optimizer": "adamw:control=push,every=3"},
         {"lr": 2e-3},
         {"batch_size": 4},
         {"micro_batch_size": 2},
@@ -792,7 +795,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_losses_are_those_that_were_recorded(name):
-    make = {"adamw": torch.optim.AdamW, "pace": partial(PACE, gain="paper", pullback_strength=0.1)}[name]
+    make = {"adamw": torch.optim.AdamW, "pace": partial(PACE, control=Control.paper(c=0.1))}[name]
     trainee = trainee_of(partial(make, lr=1e-2))
     plan = dataclasses.replace(PLAN, steps=20)
     losses = [record.loss for record in records_of(trainee, plan) if isinstance(record, Step)]

@@ -1,499 +1,500 @@
-"""Attacks that once got wrong weights without a word: each is mended, or refused with a clear line.
-
-Gathered copies of FSDP2 need several ranks: `fsdp2_evaluations` in ranks_training.py.
-"""
+"""Attacks: each gave wrong weights, averages or states without a word, or was tried and gave none."""
 
 import contextlib
 import copy
 import io
-import random
-import signal
+import pickle
+import sys
 import warnings
 
 import pytest
 import torch
-from problems import Net, assert_same_bits, everything, train, trained
-from torch import nn
+from problems import (
+    advance,
+    assert_same_bits,
+    copies,
+    everything,
+    make_gradients,
+    make_parameters,
+    parameters_of,
+    same,
+)
+from reference import array, averages_of, distance
+from torch import nn, optim
+from torch.nn.utils import parametrizations
 
 from paceline import (
+    BEMA,
     PACE,
-    Averages,
+    Blend,
+    Control,
+    HalfLife,
     PowerLaw,
-    Pullback,
+    attach,
     averaged_state_dict,
+    averaged_tensors,
     averaged_weights,
     reset_average,
-    save_averaged,
 )
+from paceline.optim import weights
+from paceline.optim.weights import keeper_of
+
+PUSH = Control.push()
+FURTHER = {"long": PowerLaw(0.9), "blend": Blend(HalfLife(0.3), 0.5), "bema": BEMA(every=2)}
+SHAPES = [(4, 3), (150,)]  # the second is of two blocks in int8
 
 
-def linear_model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-
-
-def step(model, *optimizers, number=0):
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
-    model.zero_grad()
-    model(x.to(next(model.parameters()))).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-def stepped(model, *optimizers, steps=4):
-    for number in range(steps):
-        step(model, *optimizers, number=number)
-
-
-# --- Autocast keeps low-precision copies of weights -------------------------------------------------
-
-
-def _autocast_losses(model, optimizer, contexts, exchanges):
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(9))
-    found = []
-
-    def loss():
-        value = model(x).float().square().mean()
-        found.append(value.item())
-        return value
-
-    with contexts():
-        for show, hide in exchanges(model, optimizer):
-            loss()  # of live, with gradients: autocast remembers what it casts then
-            show()
-            loss()
-            hide()
-        model.zero_grad()
-        loss().backward()
-    return [*found, *(p.grad.norm().item() for p in model.parameters())]
-
-
-def _block(model, optimizer):
-    block = averaged_weights(optimizer)
-    return [(block.__enter__, lambda: block.__exit__(None, None, None))]
-
-
-@pytest.mark.parametrize(
-    "exchanges",
-    [_block, lambda model, optimizer: [(optimizer.eval, optimizer.train)] * 2],
-    ids=["block", "modes"],
-)
-def test_autocast_forgets_its_copies_at_every_exchange(exchanges):
-    results = []
-    for remembers in (True, False):
-        model = linear_model()
-        optimizer = PACE(model.parameters(), lr=0.1)
-        stepped(model, optimizer)
-
-        def contexts(remembers=remembers):
-            return torch.autocast("cpu", torch.bfloat16, cache_enabled=remembers)
-
-        results.append(_autocast_losses(model, optimizer, contexts, exchanges))
-    assert results[0] == results[1]
-    assert results[0][0] != results[0][1]
-
-
-# --- Models that several optimizers train -----------------------------------------------------------
-
-
-def two_optimizers():
-    model = linear_model()
-    first, second = (PACE(part.parameters(), lr=lr) for part, lr in ((model[0], 0.1), (model[2], 0.05)))
-    stepped(model, first, second)
-    return model, first, second
-
-
-def whole(model, *optimizers):
-    averages = {p: a for optimizer in optimizers for p, a in optimizer.returned_averages()}
-    return {name: averages[p].clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("export", ["state dict", "file", "block"])
-def test_what_no_optimizer_knows_is_refused_by_name(export, tmp_path):
-    model, first, second = two_optimizers()
-    live = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def exported(optimizers, **how):
-        if export == "state dict":
-            return averaged_state_dict(model, optimizers, **how)
-        if export == "file":
-            from safetensors.torch import load_file
-
-            return load_file(save_averaged(model, optimizers, tmp_path, **how))
-        with averaged_weights(optimizers, model, **how):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    with pytest.raises(ValueError, match=r"2 trainable parameter.*'2\.weight'.*others=\"live\""):
-        exported(first)
-    assert not first.shows_average()
-    expected = whole(model, first, second)
-    assert_same_bits(exported([first, second]), expected)
-    assert_same_bits(exported((second, first)), expected)
-    assert_same_bits(
-        exported(first, others="live"), {**expected, **{n: live[n] for n in live if n[0] == "2"}}
-    )
-    model[2].requires_grad_(False)
-    exported(first)  # frozen parameters have no average to miss
-    with pytest.raises(ValueError, match="others"):
-        exported(first, others="average")
-    assert_same_bits({name: p.detach() for name, p in model.named_parameters()}, live)
-
-
-def test_an_embedding_that_was_resized_is_refused():
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2))
-    optimizer = PACE(model.parameters(), lr=0.1)
-    model(torch.arange(7)).square().mean().backward()
-    optimizer.step()
-    model[0] = nn.Embedding(9, 4)
-    with pytest.raises(ValueError, match=r"'0\.weight'"):
-        averaged_state_dict(model, optimizer)
-
-
-def test_a_block_of_several_optimizers_is_left_as_a_whole():
-    model, first, second = two_optimizers()
-    before = everything(first), everything(second)
-    with pytest.raises(ZeroDivisionError), averaged_weights([first, second]):
-        for optimizer in (first, second):
-            assert optimizer.shows_average()
-            with pytest.raises(RuntimeError, match="inside"):
-                optimizer.step()
-        raise ZeroDivisionError
-    first.eval()
-    with averaged_weights([first, second]):
-        pass
-    assert first.shows_average()
-    first.train()
-    assert_same_bits(before[0], everything(first))
-    assert_same_bits(before[1], everything(second))
-    for given in ([first, first], [first, PACE(model.parameters())], []):
-        with pytest.raises(ValueError, match=r"once|at least one"), averaged_weights(given):
-            pass
-    assert not first.shows_average()
-
-
-def test_one_of_several_averages_knows_its_parameters_before_the_first_step():
-    model = linear_model()
-    optimizer = KINDS["averages"](model.parameters())
-    assert_same_bits(averaged_state_dict(model, optimizer["long"]), dict(model.state_dict()))
-
-
-# --- Interrupts -------------------------------------------------------------------------------------
-
-
-class Interrupt(Exception):
-    """What the handler of a real signal raises."""
-
-
-@contextlib.contextmanager
-def alarms():
-    def interrupt(number, frame):
-        raise Interrupt
-
-    earlier = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
-
-
-def values(optimizer):
-    """Live and average of each parameter, wherever they are."""
-    live = {f"{i} live": v.detach().clone() for i, (_, v) in enumerate(optimizer.live_weights())}
-    averages = enumerate(optimizer.returned_averages())
-    return live | {f"{i} average": v.detach().clone() for i, (_, (_, v)) in enumerate(averages)}
+def beside(parameters, **own):
+    return attach(optim.SGD(parameters, 1e-2, momentum=0.9), **{"control": PUSH, **own})
 
 
 KINDS = {
-    "float32": lambda parameters: PACE(parameters, lr=0.1),
-    "one average": lambda parameters: PACE(parameters, lr=0.1, gain="paper"),
-    "residuals": lambda parameters: PACE(parameters, lr=0.1, average_dtype="bfloat16"),
-    "pullback": lambda parameters: Pullback(torch.optim.SGD(parameters, lr=0.1), pullback_strength=0.3),
-    "averages": lambda parameters: Averages(torch.optim.AdamW(parameters), {"long": PowerLaw(0.7)}),
+    "PACE": lambda p: PACE(p, 1e-2, control=PUSH),
+    "PACE bfloat16": lambda p: PACE(p, 1e-2, control=Control.paper(0.3), average_dtype="bfloat16"),
+    "PACE int8": lambda p: PACE(p, 1e-2, control=PUSH, average_dtype="int8"),
+    "beside": beside,
+    "beside int8": lambda p: beside(p, average_dtype="int8"),
+    "beside, many": lambda p: beside(p, averages=FURTHER),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+two_kinds = pytest.mark.parametrize("kind", ["PACE", "beside"])
+
+
+def make(kind="PACE", steps=4, dtype=torch.float32):
+    parameters = [nn.Parameter(p.detach()) for p in make_parameters(dtype=dtype, shapes=SHAPES)]
+    return go_on(KINDS[kind](parameters), steps)
+
+
+def go_on(optimizer, steps=3, seed=1):
+    gradients = make_gradients(steps, seed, shapes=SHAPES)
+    return advance(optimizer, parameters_of(optimizer), gradients)
+
+
+def contents(optimizer):
+    """Return live weights and all averages, wherever they are."""
+    keeper = keeper_of(optimizer)
+    found = {"live": keeper.live_weights()}
+    for name in keeper.rule.names(optimizer.param_groups[0]):
+        found[name] = keeper.averages(name)
+    return {f"{name}/{i}": value.clone() for name, own in found.items() for i, (_, value) in enumerate(own)}
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------
+
+FILES = (weights.__file__, contextlib.__file__)
+
+
+def is_interrupted(action, line):
+    """Raise KeyboardInterrupt at the n-th line of these files that an action runs, if there is one."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if frame.f_code.co_filename not in FILES:
+            return None
+        count += event == "line"
+        if event == "line" and count == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def block(optimizer):
+    with averaged_weights(optimizer):
+        pass
+
+
+def evaluate(optimizer):
+    keeper_of(optimizer).show()  # eval() and train() of PACE
+    keeper_of(optimizer).hide()
+
+
+@pytest.mark.parametrize("kind", ["PACE", "PACE int8", "beside, many"])
+@pytest.mark.parametrize(("action", "then"), [(block, None), (evaluate, "hide"), (evaluate, "block")])
+def test_an_interrupt_at_any_line_of_an_exchange_loses_nothing(kind, action, then):
+    """A block puts live back; what a broken eval() or train() has left, a block or another one ends."""
+    optimizer, other = make(kind), make(kind)
+    keeper, right, before = keeper_of(optimizer), contents(optimizer), everything(optimizer)
+    shown = [right[f"returned/{i}" if "returned/0" in right else f"average/{i}"] for i in range(2)]
+    line = 1
+    while is_interrupted(lambda: action(optimizer), line):
+        assert_same_bits(contents(optimizer), right)
+        if then == "block":
+            with averaged_weights(optimizer):
+                assert same(parameters_of(optimizer), shown)
+        if then is not None:
+            keeper.hide()
+        assert_same_bits(everything(optimizer), before)
+        line += 1
+    assert line > 100
+    assert_same_bits(everything(go_on(optimizer)), everything(go_on(other)))
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("taken", ["outside", "inside"])
+def test_a_state_taken_on_one_side_of_a_block_and_written_on_the_other_is_of_its_time(kind, taken):
+    """As a background save does it; the tensors of a state dict are not written to by an exchange."""
+    optimizer, file, nothing = make(kind), io.BytesIO(), contextlib.nullcontext()
+    with averaged_weights(optimizer) if taken == "inside" else nothing:
+        state = optimizer.state_dict()
+        right = copy.deepcopy(state)
+    with averaged_weights(optimizer) if taken == "outside" else nothing:
+        torch.save(state, file)
+    file.seek(0)
+    written = torch.load(file, weights_only=True)
+    assert written["param_groups"] == right["param_groups"]
+    for i, entries in right["state"].items():
+        tensors = {key: torch.as_tensor(v) for key, v in entries.items() if v is not None}
+        assert_same_bits({key: written["state"][i][key] for key in tensors}, tensors)
+
+
+@two_kinds
+def test_a_state_of_another_order_is_refused_by_the_first_name_that_differs(kind):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    named = list(model.named_parameters())
+    first, second = KINDS[kind](named), KINDS[kind]([named[i] for i in (2, 1, 0, 3)])
+    for optimizer in (first, second):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    before = everything(second)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' in the place of '1\.weight'.*nothing was"):
+        second.load_state_dict(first.state_dict())
+    assert_same_bits(before, everything(second))
+
+
+def zero_step(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.0
+    advance(optimizer, parameters_of(optimizer), [[torch.zeros(shape) for shape in SHAPES]])
+
+
+ACTS = {"step": zero_step, "reset": reset_average, "block": block, "save": lambda o: o.state_dict()}
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("name", [None, "long", "blend"])
+def test_a_model_of_the_average_that_is_loaded_last_is_noticed(name, dtypes, act):
+    """Whatever comes next: a checkpoint made in a block never continues, or resets, from the average."""
+    old, new = (getattr(torch, dtype) for dtype in dtypes)
+    kind = "PACE" if name is None else "beside, many"
+    optimizer, resumed = make(kind, dtype=old), make(kind, steps=0, dtype=new)
+    live = [p.to(new) for p in copies(parameters_of(optimizer))]
+    with averaged_weights(optimizer, name):
+        state, held = copy.deepcopy(optimizer.state_dict()), copies(parameters_of(optimizer))
+    resumed.load_state_dict(state)
+    with torch.no_grad():
+        torch._foreach_copy_(parameters_of(resumed), held)
+    is_said = act in ("step", "reset")
+    with pytest.warns(UserWarning, match="loaded after the opt") if is_said else contextlib.nullcontext():
+        ACTS[act](resumed)
+    keeper_of(resumed).hide()
+    assert same(parameters_of(resumed), live)
+
+
+@pytest.mark.parametrize("kept", [(), (0,), (0, 1)])
+def test_no_state_is_loaded_over_weights_that_are_shown_without_live(kept):
+    optimizer = make()
+    before, saved = everything(optimizer), copy.deepcopy(optimizer.state_dict())
+    with averaged_weights(optimizer):
+        inside = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match="inside averaged_weights"):
+            optimizer.load_state_dict(saved)
+    optimizer.eval()
+    state = {**inside, "state": {i: inside["state"][i] for i in kept}}
+    refused = pytest.raises(ValueError, match="hold the average now")
+    with refused if len(kept) < 2 else contextlib.nullcontext():
+        optimizer.load_state_dict(state)  # a whole one brings live along
+    optimizer.train()
+    assert_same_bits(everything(optimizer), before)
+
+
+def test_a_shown_state_of_pace_is_refused_by_other_optimizers():
+    optimizer = make()
+    with averaged_weights(optimizer):
+        state, held = copy.deepcopy(optimizer.state_dict()), copies(parameters_of(optimizer))
+    with pytest.raises(ValueError, match="state of PACE, saved while"):
+        beside([p.requires_grad_() for p in held]).load_state_dict(state)
+    plain = optim.AdamW(held)
+    plain.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="saved while the parameters held the average"):
+        plain.step()
+
+
+@pytest.mark.parametrize("other", [optim.Rprop, optim.Adafactor, optim.RMSprop, optim.Adagrad])
+def test_a_state_of_an_optimizer_of_another_kind_changes_nothing(other):
+    """PACE refuses it; a base fails as it does alone, at the load or the next step, and moves nothing."""
+    theirs = make_parameters(dtype=torch.float32, shapes=SHAPES)
+    state = copy.deepcopy(go_on(other(theirs)).state_dict())
+    optimizer, others = make(), make_parameters(dtype=torch.float32, shapes=SHAPES)
+    attached = go_on(attach(optim.AdamW(others, 1e-2), control=PUSH))
+    before, live = everything(optimizer), copies(parameters_of(attached))
+    with pytest.raises(ValueError, match=r"lacks .*exp_avg, exp_avg_sq"):
+        optimizer.load_state_dict(state)
+    assert_same_bits(everything(optimizer), before)
+    with warnings.catch_warnings(), pytest.raises(KeyError):
+        warnings.simplefilter("ignore")
+        attached.load_state_dict(state)
+        go_on(attached)
+    block(attached)
+    assert same(parameters_of(attached), live)
+
+
+# --- Whose parameters they are ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [PACE, beside])
+@pytest.mark.parametrize("later", [False, True])
+def test_parameters_on_one_storage_are_refused_with_both_names(make, later):
+    """Shown one after the other, the second would keep the first's average as its live weights."""
+    whole = torch.zeros(10)
+    first, second = (whole[part].requires_grad_() for part in (slice(6), slice(4, 10)))
+    with pytest.raises(ValueError, match="'a' and parameter 'b' share memory"):
+        optimizer = make([("a", first), *([] if later else [("b", second)])])
+        optimizer.add_param_group({"params": [("b", second)]})
+        optimizer.step()
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_two_averages_of_the_same_parameters_never_meet(storage):
+    first = make()
+    second = go_on(beside(parameters_of(first), average_dtype=storage))
+    model, live = nn.ParameterList(parameters_of(first)), copies(parameters_of(first))
+    with averaged_weights(first):
+        for act in (second.step, lambda: block(second), lambda: averaged_state_dict(model, second)):
+            with pytest.raises(RuntimeError, match="the average of another optimizer"):
+                act()
+    assert same(parameters_of(first), live)
+    block(second)
+    assert same(parameters_of(first), live)
+    go_on(second)
+
+
+# --- What happens inside a block --------------------------------------------------------------------------
+
+
+def change_group(**settings):
+    return lambda o: o.param_groups[0].update(settings)
+
+
+INSIDE = {
+    "freeze": lambda o: parameters_of(o)[0].requires_grad_(False),
+    "thaw": lambda o: parameters_of(o)[1].requires_grad_(True),
+    "add": lambda o: o.add_param_group({"params": [torch.ones(3, requires_grad=True)]}),
+    "no gradients": lambda o: o.zero_grad(),
+    "take out": lambda o: o.param_groups[0]["params"].pop(),
+    "rate": change_group(lr=0.3),
+    "control": change_group(control=Control.pull(2.0)),
+    "storage": change_group(average_dtype="bfloat16"),
 }
 
 
-def many(kind, count=40):
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(5)) for _ in range(count)]
-    optimizer = KINDS[kind](parameters)
-    for _ in range(3):
-        for p in parameters:
-            p.grad = torch.randn(5)
-        optimizer.step()
-    return parameters, optimizer
+@two_kinds
+@pytest.mark.parametrize("act", INSIDE)
+def test_what_is_changed_inside_a_block_is_as_if_changed_outside(act, kind):
+    found = []
+    for is_inside in (True, False):
+        optimizer = make(kind)
+        parameters = parameters_of(optimizer)
+        parameters[1].requires_grad_(act != "thaw")
+        before = everything(optimizer)
+        with averaged_weights(optimizer) if is_inside else contextlib.nullcontext():
+            INSIDE[act](optimizer)
+        for p, value in zip(parameters, (before[f"{i}/weights"] for i in range(2)), strict=True):
+            assert torch.equal(p, value)
+        for gradients in make_gradients(3, shapes=SHAPES):
+            given = [g if p.requires_grad else None for p, g in zip(parameters, gradients, strict=True)]
+            advance(optimizer, parameters, [given])
+        found.append(contents(optimizer) | {"last": parameters[1].detach()})
+    assert_same_bits(*found)
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers of that kind")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["block", "modes"])
-def test_interrupts_at_random_moments(kind, way):
-    """SIGALRM while the average is shown and hidden: neither live nor average is ever wrong or lost."""
-    parameters, optimizer = many(kind)
-    expected = values(optimizer)
-    live = [p.detach().clone() for p in parameters]
-    rng, came = random.Random(0), 0
-    with alarms():
-        for _ in range(60):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 3e-3))
-                for _ in range(50):
-                    if way == "block":
-                        with averaged_weights(optimizer):
-                            pass
-                    else:
-                        optimizer.eval()
-                        optimizer.train()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interrupt:
-                came += 1
-            torch.set_grad_enabled(True)  # torch's own contexts may have been left half way
-            if way == "block":
-                assert not optimizer.shows_average()
-            assert_same_bits(values(optimizer), expected)
-            optimizer.train()
-            assert_same_bits(values(optimizer), expected)
-            assert all(torch.equal(p, q) for p, q in zip(parameters, live, strict=True))
-    assert came > 50
-    for p in parameters:
-        p.grad = torch.randn(5)
-    optimizer.step()  # nothing is stuck
+def by_torch_save(both):
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
-class Fails:
-    """Raises when it is called for the n-th time."""
-
-    def __init__(self, at):
-        self.at, self.seen = at, 0
-
-    def __call__(self):
-        self.seen += 1
-        if self.seen == self.at:
-            raise Interrupt
-
-
-@pytest.mark.parametrize("kind", ["float32", "one average", "pullback"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_around_every_copy(kind, when, monkeypatch):
-    parameters, optimizer = many(kind, count=2)
-    expected, copies, genuine = values(optimizer), 0, torch.Tensor.copy_
-    live = [p.detach().clone() for p in parameters]
-    for at in range(1, 20):
-        fails = Fails(at)
-
-        def copy_(self, *args, fails=fails, **kwargs):
-            if when == "before":
-                fails()
-            result = genuine(self, *args, **kwargs)
-            if when == "after":
-                fails()
-            return result
-
-        monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-        with contextlib.suppress(Interrupt), averaged_weights(optimizer):
-            monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-        copies = fails.seen
-        monkeypatch.setattr(torch.Tensor, "copy_", genuine)
-        assert_same_bits(values(optimizer), expected)
-        assert all(torch.equal(p, q) for p, q in zip(parameters, live, strict=True))
-    assert 4 <= copies < 19
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both)), by_torch_save])
+@pytest.mark.parametrize("where", ["inside", "in eval"])
+@pytest.mark.parametrize("kind", ["PACE", "PACE bfloat16", "PACE int8"])
+def test_a_copy_of_what_is_shown_trains_on_from_live(kind, where, how):
+    optimizer = make(kind)
+    optimizer.zero_grad()
+    right = everything(optimizer)
+    if where == "in eval":
+        optimizer.eval()
+    with averaged_weights(optimizer) if where == "inside" else contextlib.nullcontext():
+        parameters, other = how((parameters_of(optimizer), optimizer))
+    optimizer.train()
+    assert [id(p) for p in parameters] == [id(p) for p in parameters_of(other)]
+    block(other)
+    other.train()
+    assert_same_bits(everything(other), right)
+    assert_same_bits(everything(go_on(other)), everything(go_on(optimizer)))
 
 
-def test_live_is_back_after_an_interrupt_of_train(monkeypatch):
-    """Without a block too: half of the parameters would show the average."""
-    parameters, optimizer = many("float32", count=4)
-    expected, live = values(optimizer), [p.detach().clone() for p in parameters]
-    optimizer.eval()
-    genuine, fails = torch.Tensor.copy_, Fails(3)
-
-    def copy_(self, *args, **kwargs):
-        fails()
-        return genuine(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    with pytest.raises(Interrupt):
-        optimizer.train()
-    assert not optimizer.shows_average()
-    assert_same_bits(values(optimizer), expected)
-    assert all(torch.equal(p, q) for p, q in zip(parameters, live, strict=True))
-
-
-def test_not_a_number_is_no_obstacle():
-    """Weights with NaN are put back as they were, also after an interrupt."""
-    parameters, optimizer = many("float32", count=3)
-    with torch.no_grad():
-        parameters[1][2] = torch.nan
-        optimizer.state[parameters[2]]["returned"][0] = torch.nan
-    before = everything(optimizer)
-    with averaged_weights(optimizer):
-        pass
-    assert_same_bits(before, everything(optimizer))
-
-
-def test_a_block_that_was_left_open_has_a_way_out():
-    model, optimizer = trained()
-    before = everything(optimizer)
-    stuck = averaged_weights(optimizer)
-    stuck.__enter__()  # and an interrupt before its __exit__
-    with pytest.raises(RuntimeError, match=r"train\(force=True\)"):
-        optimizer.train()
-    optimizer.train(force=True)
-    assert_same_bits(before, everything(optimizer))
-    train(model, optimizer, 1)
-    with averaged_weights(optimizer):
-        stuck.__exit__(None, None, None)  # which ends nothing now
-        assert optimizer.shows_average()
-    assert not optimizer.shows_average()
-    optimizer.train(force=True)  # nothing happens without a block
-
-
-# --- States -----------------------------------------------------------------------------------------
+CHANGES = {
+    "load": (True, lambda m: m.load_state_dict({"weight": torch.zeros(5, 3)})),
+    "max_norm": (True, lambda m: m(torch.arange(5))),
+    "merge": (True, lambda m: m.weight.data.add_(1.0)),
+    "undone": (False, lambda m: m.weight.data.mul_(2.0).mul_(0.5)),
+    "cast": (False, lambda m: m.double()),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_taken_outside_a_block_may_be_written_inside(kind, dtype):
-    """As by a thread that writes checkpoints in the background."""
-    model = linear_model(dtype)
-    optimizer = KINDS[kind](list(model.parameters()))
-    stepped(model, optimizer)
-    addresses = {
-        k: v.data_ptr() for state in optimizer.state.values() for k, v in state.items() if k != "step"
-    }
-    before = values(optimizer)
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_are_changed_while_shown_are_named_and_live_is_put_back(change, dtype):
+    is_said, act = CHANGES[change]
+    model = nn.Embedding(5, 3, max_norm=1e-3 if change == "max_norm" else None).to(dtype)
+    optimizer = PACE(model.parameters(), 1.0)
+    advance(optimizer, [model.weight], [[torch.ones(5, 3)]])
+    right = model.weight.detach().clone()
+    with warnings.catch_warnings(record=True) as said, averaged_weights(optimizer):
+        warnings.simplefilter("always")
+        act(model)
+    assert torch.equal(model.weight, right.to(model.weight.dtype))
+    assert [str(each.message)[:28] for each in said] == ["1 parameter(s) were changed "] * is_said
+
+
+@two_kinds
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_cast_inside_a_block_leaves_the_averages_and_the_states_as_they_are(kind, dtype):
+    optimizer = make(kind)
+    right, model = contents(optimizer), nn.ParameterList(parameters_of(optimizer))
+    with averaged_weights(optimizer):
+        model.to(dtype)
+    for key, value in contents(optimizer).items():
+        assert torch.equal(value, right[key].to(dtype) if key.startswith("live") else right[key])
+
+
+@kinds
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e38, 1e-45, -0.0])
+def test_numbers_of_any_kind_come_back_to_the_bit(kind, bad):
+    """In live weights, in averages and in both; also through a state that is saved and loaded."""
+    optimizer, resumed = make(kind), make(kind, steps=0)
+    for p in parameters_of(optimizer):
+        p.detach().view(-1)[:2] = bad
+    for _, _, state in keeper_of(optimizer).remembered():
+        for key, value in state.items():
+            if key.startswith(("average", "returned")) and value.is_floating_point() and value.numel() > 2:
+                value.view(-1)[1:3] = bad
+    before, right = everything(optimizer), contents(optimizer)
+    block(optimizer)
+    assert_same_bits(everything(optimizer), before)
+    with averaged_weights(optimizer):
+        state = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(state)
+    assert_same_bits(contents(resumed), right)
+
+
+@pytest.mark.parametrize("kind", ["PACE int8", "beside", "beside, many"])
+def test_what_cannot_be_shown_shows_nothing(kind):
+    optimizer = make(kind)
+    last = parameters_of(optimizer)[1]
+    right, last.data = last.detach(), torch.zeros(7)
+    before = copies(parameters_of(optimizer))
+    with pytest.raises(RuntimeError, match=r"has shape \(7,\) and its average \(150,\); it was resized"):
+        block(optimizer)
+    assert same(parameters_of(optimizer), before)
+    last.data = right
+    keeper_of(optimizer).show()
+    with pytest.raises(RuntimeError, match="hold 'returned' at present; call train"):
+        keeper_of(optimizer).show("average")
+
+
+@kinds
+def test_a_reset_is_of_all_averages_which_begin_again_as_live(kind):
+    optimizer = make(kind)
+    live, names = copies(parameters_of(optimizer)), keeper_of(optimizer).rule.names(optimizer.param_groups[0])
+    reset_average(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
     for _ in range(2):
-        taken, again = optimizer.state_dict(), optimizer.state_dict()
-        meant = copy.deepcopy(taken)
-        del again
-        with averaged_weights(optimizer):
-            file = io.BytesIO()
-            torch.save(taken, file)
-        file.seek(0)
-        written = torch.load(file)
-        for place, state in meant["state"].items():
-            assert_same_bits(written["state"][place], state)
-            assert_same_bits(taken["state"][place], state)
-        assert_same_bits(values(optimizer), before)
-    del taken
-    with averaged_weights(optimizer):  # nobody has one: the tensors change places again
-        pass
-    found = {k: v.data_ptr() for state in optimizer.state.values() for k, v in state.items() if k != "step"}
-    assert found == addresses
-    step(model, optimizer)
+        for name in names:
+            with averaged_weights(optimizer, name):
+                assert same(parameters_of(optimizer), live)
+        go_on(optimizer, 1)
 
 
-def test_a_state_dict_keeps_no_memory():
-    model, optimizer = trained()
-    key = "average"
-    state = optimizer.state[model.embed.weight]
-    assert optimizer.state_dict()["state"][0][key].data_ptr() == state[key].data_ptr()
-    first = state[key]
+# --- Memory, models, precision ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["outside", "inside", "loaded"])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+def test_a_state_follows_the_order_of_its_parameter_in_memory(storage, where):
+    p, q = (nn.Parameter(torch.randn(3, 4, 5, 6, generator=torch.Generator().manual_seed(0))) for _ in "pq")
+    both = [PACE([each], 1e-2, control=PUSH, average_dtype=storage) for each in (p, q)]
+    gradients = make_gradients(5, shapes=[p.shape])
+    for each, optimizer in zip((p, q), both, strict=True):
+        advance(optimizer, [each], gradients[:3])
+    with averaged_weights(both[0]) if where == "inside" else contextlib.nullcontext():
+        p.data = p.detach().contiguous(memory_format=torch.channels_last)
+    if where == "loaded":
+        state = copy.deepcopy(both[0].state_dict())
+        both[0] = PACE([p], 1e-2, control=PUSH, average_dtype=storage)
+        both[0].load_state_dict(state)
+    for each, optimizer in zip((p, q), both, strict=True):
+        advance(optimizer, [each], gradients[3:])
+    assert p.stride() != q.stride()
+    assert {value.stride() for value in both[0].state[p].values() if value.shape == p.shape} == {p.stride()}
+    tolerance = 1e-7 if storage == "float32" else 1e-3  # what is rounded at random depends on the order
+    assert distance(p, array(q)) < tolerance
+    for name, average in averages_of(both[0], p).items():
+        assert distance(average, array(averages_of(both[1], q)[name])) < tolerance
+
+
+@two_kinds
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_model_computes_with_the_average_however_its_weights_are_made(norm, kind):
+    build = lambda: norm(nn.Linear(4, 4))  # noqa: E731
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(5, 4)
+    optimizer = KINDS[kind](list(model.parameters()))
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    model.eval()
+    fresh, live = build().eval(), model(x)
+    fresh.load_state_dict(averaged_state_dict(model, optimizer))
     with averaged_weights(optimizer):
-        assert state["live"] is first  # as it was before anybody took a state dict
+        assert torch.equal(model(x), fresh(x))
+    assert torch.equal(model(x), live) and not torch.equal(live, fresh(x))
+    teacher = torch.func.functional_call(model, averaged_tensors(model, optimizer), x)
+    assert torch.equal(teacher, fresh(x)) and torch.equal(model(x), live)
 
 
-NAMES = (["a", "b", "c"], ["b", "a", "c"])
-
-
-def named(names, start=0):
-    torch.manual_seed(start)
-    own = {name: nn.Parameter(torch.randn(3)) for name in names}
-    return own, PACE(own.items(), lr=0.1)
-
-
-def moved(parameters, optimizer):
-    for p in parameters.values():
-        p.grad = torch.randn(3)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("form", ["one group", "two groups"])
-def test_a_state_of_another_order_is_refused(form):
-    first, optimizer = named(NAMES[0])
-    second, other = named(NAMES[1], start=1)
-    if form == "two groups":
-        optimizer, other = (
-            PACE([{"params": [pair]} for pair in own.items()], lr=0.1) for own in (first, second)
-        )
-    moved(first, optimizer)
-    moved(second, other)
-    before = everything(other)
-    with pytest.raises(
-        ValueError, match=r"parameter 0 of group 0 is 'b', and in the saved state 'a'.*nothing"
-    ):
-        other.load_state_dict(optimizer.state_dict())
-    assert_same_bits(before, everything(other))
-    state = copy.deepcopy(optimizer.state_dict())
-    for group in state["param_groups"]:
-        del group["param_names"]
-    other.load_state_dict(state)  # asked for: by place
-
-
-@pytest.mark.parametrize("wrap", ["_orig_mod.{}", "module.{}", "module._orig_mod.{}", "new.{}"])
-def test_names_of_wrappers_and_new_names_make_no_difference(wrap):
-    first, optimizer = named(["x.a", "x.b"])
-    moved(first, optimizer)
-    second, other = named([wrap.format(name) for name in first], start=1)
-    other.load_state_dict(optimizer.state_dict())
-    for p, q in zip(first.values(), second.values(), strict=True):
-        assert torch.equal(optimizer.state[p]["average"], other.state[q]["average"])
-
-
-def test_reset_average_says_that_live_comes_back():
-    model, optimizer = trained()
-    with averaged_weights(optimizer):
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    live = {name: p.detach().clone() for name, p in model.named_parameters()}
-    other, resumed = trained(return_power=0.9)
-    resumed = PACE(other.parameters(), gain="paper")
-    resumed.load_state_dict(saved[1])
-    other.load_state_dict(saved[0])  # the average
-    with pytest.warns(UserWarning, match="loaded after the optimizer.*live weights come back"):
-        reset_average(resumed)
-    assert_same_bits({name: p.detach() for name, p in other.named_parameters()}, live)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        reset_average(resumed)
-        train(other, resumed, 1)
-
-
-# --- Parameters in one memory -----------------------------------------------------------------------
-
-
-OVERLAPPING = {
-    "the same": lambda flat: (flat[:], flat[:]),
-    "a part": lambda flat: (flat[:8], flat[7:]),
-    "another shape": lambda flat: (flat.view(3, 4), flat.view(4, 3)),
-    "transposed": lambda flat: (flat.view(3, 4)[:, :2].t(), flat.view(3, 4)[:, 1:]),
-    "another precision": lambda flat: (flat[4:], flat.view(torch.bfloat16)[8:10]),
-}
-APART = {
-    "neighbours": lambda flat: (flat[:6], flat[6:]),
-    "columns": lambda flat: (flat.view(3, 4)[:, :2], flat.view(3, 4)[:, 2:]),
-    "every other": lambda flat: (flat[::2], flat[1::2]),
-    "empty": lambda flat: (flat, flat[:0]),
-    "other memory": lambda flat: (flat, flat.clone()),
-}
-
-
-@pytest.mark.parametrize("kind", OVERLAPPING)
-def test_parameters_in_one_memory_are_refused_by_name(kind):
-    parameters = [nn.Parameter(part) for part in OVERLAPPING[kind](torch.randn(12))]
-    pairs = list(zip(("first", "second"), parameters, strict=True))
-    with pytest.raises(ValueError, match=r"'(first|second)' and parameter '(first|second)' lie in the same"):
-        PACE(pairs)
-    optimizer = PACE([pairs[0]])
-    with pytest.raises(ValueError, match="lie in the same memory"):
-        optimizer.add_param_group({"params": [pairs[1]]})
-    assert len(optimizer.param_groups) == len(optimizer.state) == 1
-
-
-@pytest.mark.parametrize("kind", APART)
-def test_views_that_share_nothing_are_taken(kind):
-    PACE([nn.Parameter(part) for part in APART[kind](torch.randn(12))])
-
-
-def test_parameters_of_all_kinds_are_looked_at():
-    lazy, meta = nn.LazyLinear(3), nn.Linear(2, 2, device="meta")
-    net = Net()
-    PACE([*net.parameters(), *lazy.parameters(), *meta.parameters(), nn.Parameter(torch.zeros(()))])
+@two_kinds
+def test_autocast_keeps_no_weights_of_before_an_exchange(kind):
+    """One context over live, average and a training step: its cache would be of the wrong ones."""
+    found = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Linear(16, 16), torch.randn(4, 16)
+        optimizer = KINDS[kind](list(model.parameters()))
+        for _ in range(3):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                model(x)
+                if evaluates:
+                    expected = torch.func.functional_call(model, averaged_state_dict(model, optimizer), x)
+                    with averaged_weights(optimizer):
+                        assert torch.equal(model(x), expected)
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        found.append(everything(optimizer))
+    assert_same_bits(*found)

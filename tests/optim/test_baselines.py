@@ -1,4 +1,4 @@
-"""Each rival against an independent transcription or the original package, and the limits it must have."""
+"""Lookahead, GPA, EMA-Nesterov and Schedule-Free next to their papers' formulas in plain NumPy float64."""
 
 import copy
 
@@ -6,275 +6,221 @@ import numpy as np
 import pytest
 import schedulefree
 import torch
-from problems import advance, assert_same_bits, make_gradients, make_parameters, set_gradients
-from torch import nn, optim
+from problems import (
+    advance,
+    assert_same_bits,
+    copies,
+    everything,
+    make_gradients,
+    make_parameters,
+    same,
+    set_gradients,
+)
+from reference import Reference, SGDReference, array, distance
+from torch import optim
+from torch.optim import lr_scheduler
 
-from paceline import Averages, FixedDecay, Pullback, averaged_weights
-from paceline.optim.baselines import GPA, EMANesterov, ScheduleFree, lookahead
+from paceline import Control, averaged_weights
+from paceline.optim.baselines import ema_nesterov, gpa, lookahead, schedule_free
+from paceline.optim.weights import keeper_of
 
-pytestmark = pytest.mark.slow
-
-STEPS = 60
-
-
-def noisy_gradient(weights, t):
-    """Of a fixed quadratic at any weights: the same function for ours and for the transcription."""
-    noise = np.random.default_rng(t).standard_normal(4)
-    return np.array([1.0, 3.0, 0.2, 5.0]) * (weights - np.array([1.0, -1.0, 2.0, 0.5])) + 0.3 * noise
-
-
-START = np.array([0.3, 0.7, -1.2, 2.0])
-
-
-class AdamW:
-    """In NumPy, as a function of weights and gradient."""
-
-    def __init__(self, lr=0.05, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.m = self.v = 0.0
-        self.t = 0
-
-    def __call__(self, weights, gradient):
-        self.t += 1
-        b1, b2 = self.betas
-        self.m = b1 * self.m + (1 - b1) * gradient
-        self.v = b2 * self.v + (1 - b2) * gradient**2
-        root = np.sqrt(self.v / (1 - b2**self.t)) + self.eps
-        return weights * (1 - self.lr * self.weight_decay) - self.lr * self.m / (1 - b1**self.t) / root
-
-
-def sgd(lr):
-    return lambda weights, gradient: weights - lr * gradient
-
-
-def trace(make, steps=STEPS, lrs=None):
-    """Live weights, and what is returned, after each step of one of ours on the quadratic."""
-    parameter = nn.Parameter(torch.tensor(START))
-    optimizer = make([parameter])
-    live, returned = [], []
-    for t in range(steps):
-        if lrs is not None:
-            optimizer.param_groups[0]["lr"] = lrs[t]
-        parameter.grad = torch.tensor(noisy_gradient(parameter.detach().numpy(), t))
-        optimizer.step()
-        live.append(parameter.detach().numpy().copy())
-        if isinstance(optimizer, EMANesterov | GPA | Pullback | ScheduleFree | Averages):
-            with averaged_weights(optimizer):
-                returned.append(parameter.detach().numpy().copy())
-    return np.array(live), np.array(returned)
-
-
-def close(a, b, tolerance=1e-12):
-    return np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance
-
-
-# --- Lookahead ------------------------------------------------------------------------------------
-
-
-def lookahead_transcribed(base, k, alpha, steps=STEPS):
-    fast = slow = START
-    lives, slows = [], []
-    for t in range(steps):
-        fast = base(fast, noisy_gradient(fast, t))
-        if (t + 1) % k == 0:
-            slow = slow + alpha * (fast - slow)
-            fast = slow
-        lives.append(fast)
-        slows.append(slow)
-    return lives, slows
-
-
-@pytest.mark.parametrize(("k", "alpha"), [(5, 0.5), (10, 0.8), (1, 0.3), (3, 1.0)])
-def test_lookahead_is_the_papers(k, alpha):
-    live, slow = trace(lambda p: lookahead(optim.AdamW(p, lr=0.05), k=k, alpha=alpha))
-    expected, slows = lookahead_transcribed(AdamW(), k, alpha)
-    assert close(live, expected) and close(slow, slows)
-
-
-def test_lookahead_with_alpha_1_is_its_base():
-    live, _ = trace(lambda p: lookahead(optim.AdamW(p, lr=0.05), k=4, alpha=1.0))
-    assert close(live, trace(lambda p: optim.AdamW(p, lr=0.05))[0])
-
-
-# --- EMA-Nesterov ---------------------------------------------------------------------------------
-
-
-def nesterov_transcribed(base, push, decay, start=0, stop=None, lrs=None):
-    """In the paper's own variables: x, m and the point y where gradients are taken."""
-    x, m, y = START, np.zeros(4), START
-    xs, ys = [], []
-    largest = 0.0
-    for t in range(STEPS):
-        if lrs is not None:
-            base.lr = lrs[t]
-        largest = max(largest, 1.0 if lrs is None else lrs[t])
-        new = base(y, noisy_gradient(y, t))
-        m = decay * m + (1 - decay) * (new - x)
-        x = new
-        on = start < t + 1 and (stop is None or t + 1 <= stop)
-        beta = push * (1.0 if lrs is None else lrs[t] / largest) if on else 0.0
-        y = x + beta * m
-        xs.append(x)
-        ys.append(y)
-    return ys, xs
-
-
-@pytest.mark.parametrize(("push", "decay"), [(0.3, 0.99), (0.6, 0.99), (2.0, 0.9), (0.5, 0.3)])
-def test_ema_nesterov_is_the_papers(push, decay):
-    live, returned = trace(lambda p: EMANesterov(optim.AdamW(p, lr=0.05), push=push, decay=decay))
-    ys, xs = nesterov_transcribed(AdamW(), push, decay)
-    assert close(live, ys, 1e-11) and close(returned, xs, 1e-11)
-
-
-def test_ema_nesterov_switches_off_and_follows_the_rate():
-    """The push is proportional to the rate, begins after `start` steps and ends after `stop`."""
-    lrs = [0.05 * min(1.0, (t + 1) / 10) * (1 - t / 80) for t in range(STEPS)]
-    settings = {"push": 0.6, "decay": 0.95, "start": 15, "stop": 40}
-    live, returned = trace(lambda p: EMANesterov(optim.AdamW(p, lr=0.05), **settings), lrs=lrs)
-    ys, xs = nesterov_transcribed(AdamW(), **settings, lrs=lrs)
-    assert close(live, ys, 1e-11) and close(returned, xs, 1e-11)
-    apart = np.abs(live - returned).max(axis=1)
-    assert (apart[:15] == 0).all() and (apart[15:40] > 0).all() and (apart[40:] == 0).all()
-
-
-def test_ema_nesterov_without_a_push_is_its_base():
-    for settings in ({"push": 0.0}, {"stop": 0}):
-        live, _ = trace(lambda p, settings=settings: EMANesterov(optim.AdamW(p, lr=0.05), **settings))
-        assert np.array_equal(live, trace(lambda p: optim.AdamW(p, lr=0.05))[0])
-
-
-def test_ema_nesterov_of_short_memory_is_nesterovs_method():
-    """decay → 0: y = x + β (x − x_before), gradients at y; torch's SGD with nesterov=True walks along y."""
-    beta, lr = 0.7, 0.03
-    x = y = START
-    ys = []
-    for t in range(STEPS):
-        new = y - lr * noisy_gradient(y, t)
-        y = new + beta * (new - x)
-        x = new
-        ys.append(y)
-    errors = []
-    for decay in (1e-3, 1e-4):
-        live, _ = trace(lambda p, decay=decay: EMANesterov(optim.SGD(p, lr=lr), push=beta, decay=decay))
-        errors.append(np.abs(live - ys).max())
-    assert errors[1] < 1e-3 and errors[1] < errors[0] / 5
-    torchs, _ = trace(lambda p: optim.SGD(p, lr=lr, momentum=beta, nesterov=True))
-    assert close(torchs, ys, 1e-12)
-
-
-def test_ema_nesterov_is_pullback_with_a_negative_strength():
-    """R = −push/decay at a fixed averaging rate 1 − decay."""
-    decay, push = 0.9, 0.5
-    settings = {"ema_power": 1.0, "ema_offset": 1 / (1 - decay), "ema_scale": 0.0, "gap": "lookahead"}
-    live, _ = trace(lambda p: EMANesterov(optim.AdamW(p, lr=0.05), push=push, decay=decay))
-    settings |= {"gain": "uniform", "pullback_strength": -push / decay}
-    pushed, _ = trace(lambda p: Pullback(optim.AdamW(p, lr=0.05), **settings))
-    assert np.array_equal(live, pushed)
-
-
-# --- GPA ------------------------------------------------------------------------------------------
-
-
-def gpa_transcribed(base, mu_x, mu_y):
-    x = z = y = START
-    ys, xs = [], []
-    for t in range(STEPS):
-        z = base(z, noisy_gradient(y, t))
-        x = mu_x * x + (1 - mu_x) * z
-        y = mu_y * x + (1 - mu_y) * z
-        ys.append(y)
-        xs.append(x)
-    return ys, xs
-
-
-@pytest.mark.parametrize(("mu_x", "mu_y"), [(0.9967, 0.7), (0.9, 0.8), (0.5, 0.0), (0.95, 1.0)])
-def test_gpa_is_the_papers(mu_x, mu_y):
-    """Weight decay acts on z, the weights that the base moves."""
-    live, returned = trace(lambda p: GPA(optim.AdamW(p, lr=0.05), mu_x=mu_x, mu_y=mu_y))
-    ys, xs = gpa_transcribed(AdamW(), mu_x, mu_y)
-    assert close(live, ys) and close(returned, xs)
-
-
-def test_gpa_of_a_short_average_is_its_base():
-    live, returned = trace(lambda p: GPA(optim.AdamW(p, lr=0.05), mu_x=0.0, mu_y=0.7))
-    base, _ = trace(lambda p: optim.AdamW(p, lr=0.05))
-    assert np.array_equal(live, base) and np.array_equal(returned, base)
-
-
-def test_gpa_at_the_fast_weights_is_its_base_with_an_ema():
-    live, returned = trace(lambda p: GPA(optim.AdamW(p, lr=0.05), mu_x=0.9, mu_y=0.0))
-    base, ema = trace(lambda p: Averages(optim.AdamW(p, lr=0.05), {"ema": FixedDecay(0.9)}))
-    assert np.array_equal(live, base) and np.array_equal(returned, ema)
-
-
-def test_gpa_of_sgd_is_nesterov_momentum_and_heavy_ball():
-    """At rate lr/(1 − μ): x, or y, walks as torch's SGD with momentum μ does."""
-    mu, lr = 0.9, 0.01
-    live, _ = trace(lambda p: GPA(optim.SGD(p, lr=lr / (1 - mu)), mu_x=mu, mu_y=mu))
-    nesterov, _ = trace(lambda p: optim.SGD(p, lr=lr, momentum=mu, nesterov=True))
-    assert close(live, nesterov, 1e-11)
-    live, returned = trace(lambda p: GPA(optim.SGD(p, lr=lr / (1 - mu)), mu_x=mu, mu_y=1.0))
-    heavy, _ = trace(lambda p: optim.SGD(p, lr=lr, momentum=mu))
-    assert close(live, heavy, 1e-11) and np.array_equal(live, returned)
-
-
-# --- Schedule-Free --------------------------------------------------------------------------------
-
-PACKAGED = {
-    "AdamW": lambda p: schedulefree.AdamWScheduleFree(p, lr=0.05, warmup_steps=5, weight_decay=0.1),
-    "AdamW loop": lambda p: schedulefree.AdamWScheduleFree(p, lr=0.05, betas=(0.95, 0.99), foreach=False),
-    "SGD": lambda p: schedulefree.SGDScheduleFree(p, lr=0.1, momentum=0.8),
-    "RAdam": lambda p: schedulefree.RAdamScheduleFree(p, lr=0.05),
+BASES = {
+    "AdamW": (lambda p: optim.AdamW(p, 1e-2, weight_decay=0.1), Reference, {"weight_decay": 0.1}),
+    "momentum": (lambda p: optim.SGD(p, 1e-2, momentum=0.9), SGDReference, {}),
 }
 
 
-@pytest.mark.parametrize("name", PACKAGED)
-def test_schedule_free_is_the_packages_own(name):
-    """Live bit for bit its train mode, returned bit for bit its eval mode; from a fresh optimizer on."""
-    ours, theirs = make_parameters(dtype=torch.float32), make_parameters(dtype=torch.float32)
-    adapter, package = ScheduleFree(PACKAGED[name](ours)), PACKAGED[name](theirs)
-    package.train()
-    for gradients in make_gradients(20):
-        advance(adapter, ours, [gradients])
-        advance(package, theirs, [gradients])
-        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
-        evaluated = copy.deepcopy((theirs, package))
-        evaluated[1].eval()
-        with averaged_weights(adapter):
-            assert all(torch.equal(p, q) for p, q in zip(ours, evaluated[0], strict=True))
+class Plain:
+    """One parameter under a rule of a paper: `live` is where gradients are taken, `average` is returned."""
+
+    def __init__(self, start, base, settings):
+        self.base = base(start, Control.none(), lr=1e-2, **settings)
+        self.live = self.average = self.fast = np.array(start)
+        self.trend = np.zeros_like(self.live)
+
+    def move(self, weights, gradient):
+        """Return the base's step from these weights."""
+        self.base.t += 1
+        return self.base.base(weights, gradient)[0]
 
 
-def test_schedule_free_does_not_drift_by_evaluating():
-    """The package's own way there and back moves bfloat16 weights a little each time."""
-    shapes = [(300,)]
-    parameters = make_parameters(dtype=torch.bfloat16, shapes=shapes)
-    optimizer = ScheduleFree(schedulefree.AdamWScheduleFree(parameters, lr=0.05))
-    advance(optimizer, parameters, make_gradients(5, shapes=shapes))
-    before = [p.detach().clone() for p in parameters]
-    for _ in range(20):
-        optimizer.eval()
-        optimizer.train()
-    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
-    for _ in range(20):
-        optimizer.base.eval()
-        optimizer.base.train()
-    assert not all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+class Lookahead(Plain):
+    def step(self, gradient, k=3, alpha=0.4):
+        self.live = self.move(self.live, gradient)
+        if self.base.t % k == 0:
+            self.live = self.average = self.average + alpha * (self.live - self.average)
 
 
-def test_schedule_free_takes_over_a_checkpoint_of_the_package():
-    """Saved in eval mode, as its documentation asks: the weights are x, and go back to y at the next step."""
-    theirs, ours = make_parameters(), make_parameters(seed=3)
-    package = schedulefree.AdamWScheduleFree(theirs, lr=0.05)
-    package.train()
-    advance(package, theirs, make_gradients(5))
-    package.eval()
-    adapter = ScheduleFree(schedulefree.AdamWScheduleFree(ours, lr=0.05))
+class GPA(Plain):
+    def step(self, gradient, mu_x=0.8, mu_y=0.6):
+        self.fast = self.move(self.fast, gradient)
+        self.average = mu_x * self.average + (1 - mu_x) * self.fast
+        self.live = mu_y * self.average + (1 - mu_y) * self.fast
+
+
+class EMANesterov(Plain):
+    largest = 0.0
+
+    def step(self, gradient, push=0.6, decay=0.8, start=2, stop=9):
+        self.largest = max(self.largest, self.base.lr)
+        before, self.average = self.average, self.move(self.live, gradient)
+        self.trend = decay * self.trend + (1 - decay) * (self.average - before)
+        is_on = start < self.base.t <= stop
+        self.live = self.average + is_on * push * self.base.lr / self.largest * self.trend
+
+
+ATTACHED = {
+    "Lookahead": (lambda base: lookahead(base, k=3, alpha=0.4), Lookahead),
+    "GPA": (lambda base: gpa(base, mu_x=0.8, mu_y=0.6), GPA),
+    "EMA-Nesterov": (lambda base: ema_nesterov(base, push=0.6, decay=0.8, start=2, stop=9), EMANesterov),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("name", ATTACHED)
+def test_a_rival_beside_any_base_is_its_paper(name, base):
+    """With gradients at live, a rate that rises and falls, and steps without some gradients."""
+    make, kind, settings = BASES[base]
+    attach_to, reference = ATTACHED[name]
+    parameters = make_parameters()
+    expected = [reference(array(p), kind, settings) for p in parameters]
+    optimizer = attach_to(make(parameters))
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda t: (0.5, 1.0, 2.0, 0.7)[t % 4])
+    for t, noise in enumerate(make_gradients(14)):
+        gradients = [0.3 * p.detach() + g for p, g in zip(parameters, noise, strict=True)]
+        gradients[2] = None if t in (0, 4) else gradients[2]
+        for each, gradient in zip(expected, gradients, strict=True):
+            each.base.lr = optimizer.param_groups[0]["lr"]
+            if gradient is not None:
+                each.step(array(gradient))
+        advance(optimizer, parameters, [gradients])
+        schedule.step()
+        assert all(distance(p, each.live) < 1e-12 for p, each in zip(parameters, expected, strict=True)), t
+    with averaged_weights(optimizer):
+        assert all(distance(p, each.average) < 1e-12 for p, each in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ATTACHED)
+def test_a_closure_finds_live_and_one_that_raises_leaves_it(name):
+    """GPA moves the base's weights into the parameters, which is undone around a closure, by arithmetic."""
+    found = []
+    for closes in (False, True):
+        parameters = make_parameters()
+        optimizer = ATTACHED[name][0](optim.SGD(parameters, 1e-2))
+        for noise in make_gradients(5):
+            live = copies(parameters)
+
+            def closure(live=live, noise=noise, parameters=parameters):
+                assert all(torch.allclose(p, w, rtol=1e-14) for p, w in zip(parameters, live, strict=True))
+                set_gradients(parameters, [0.3 * p + g for p, g in zip(live, noise, strict=True)])
+
+            if closes:
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step(lambda: 1 / 0)
+                assert all(torch.allclose(p, w, rtol=1e-14) for p, w in zip(parameters, live, strict=True))
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        found.append(copies(parameters))
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(*found, strict=True))
+
+
+# --- Schedule-Free ----------------------------------------------------------------------------------------
+
+
+class ScheduleFree:
+    """y = (1 − β) z + β x, where gradients are taken; z moves by the rate, and x is the mean of z."""
+
+    def __init__(self, start, is_adamw):
+        self.x = self.y = self.z = np.array(start)
+        self.v, self.t, self.sum, self.largest, self.is_adamw = np.zeros_like(self.x), 0, 0.0, 0.0, is_adamw
+
+    def step(self, g, rate, warmup, beta=0.9, beta2=0.999, decay=0.1):
+        self.t += 1
+        rate = rate * min(1.0, self.t / warmup)
+        self.largest = max(self.largest, rate)
+        self.sum += self.largest**2
+        if self.is_adamw:
+            self.v = beta2 * self.v + (1 - beta2) * g * g
+            g = g / (np.sqrt(self.v / (1 - beta2**self.t)) + 1e-8)
+        self.z = self.z - rate * (g + decay * self.y)
+        share = self.largest**2 / self.sum
+        self.x = (1 - share) * self.x + share * self.z
+        self.y = (1 - beta) * self.z + beta * self.x
+
+
+FREE = {
+    "AdamW": lambda p: schedulefree.AdamWScheduleFree(p, 1e-2, weight_decay=0.1, warmup_steps=4),
+    "SGD": lambda p: schedulefree.SGDScheduleFree(p, 1e-2, weight_decay=0.1, warmup_steps=4),
+}
+frees = pytest.mark.parametrize("name", FREE)
+
+
+@frees
+def test_schedule_free_shows_x_and_trains_on_from_y(name):
+    """Evaluated after every step, which the package's own eval() and train() would do by arithmetic."""
+    parameters, untouched = make_parameters(), make_parameters()
+    expected = [ScheduleFree(array(p), name == "AdamW") for p in parameters]
+    optimizer, alone = schedule_free(FREE[name](parameters)), FREE[name](untouched)
+    alone.train()
+    for noise in make_gradients(10):
+        for each, g in zip(expected, noise, strict=True):
+            each.step(array(g), 1e-2, 4)
+        advance(optimizer, parameters, [copies(noise)])  # the package overwrites gradients
+        advance(alone, untouched, [noise])
+        assert same(parameters, untouched)
+        assert all(distance(p, each.y) < 1e-12 for p, each in zip(parameters, expected, strict=True))
+        with averaged_weights(optimizer):
+            assert all(distance(p, each.x) < 1e-12 for p, each in zip(parameters, expected, strict=True))
+    optimizer.eval()
+    alone.eval()
+    assert same(parameters, untouched)
+    with averaged_weights(optimizer):  # x is there already
+        assert same(parameters, untouched)
+
+
+@frees
+def test_schedule_free_is_evaluated_from_the_state_that_was_loaded(name):
+    """A load replaces the base's groups and states, from which x is computed."""
+    parameters = make_parameters()
+    optimizer = advance(schedule_free(FREE[name](parameters)), parameters, make_gradients(5))
+    state, right = copy.deepcopy(optimizer.state_dict()), everything(optimizer)
+    with averaged_weights(optimizer):
+        x = copies(parameters)
+    live = copies(parameters)
+    advance(optimizer, parameters, make_gradients(5, seed=7))
+    optimizer.load_state_dict(state)
     with torch.no_grad():
-        for p, q in zip(ours, theirs, strict=True):
-            p.copy_(q)
-    adapter.load_state_dict(copy.deepcopy(package.state_dict()))
-    package.train()
-    for optimizer, parameters in ((package, theirs), (adapter, ours)):
-        set_gradients(parameters, make_gradients(1, seed=8)[0])
-        optimizer.step()
-    assert_same_bits(dict(enumerate(ours)), dict(enumerate(theirs)))
+        torch._foreach_copy_(parameters, live)
+    assert_same_bits(everything(optimizer), right)
+    assert same([dict(keeper_of(optimizer).averages())[p] for p in parameters], x)
+
+
+# --- What is refused --------------------------------------------------------------------------------------
+
+
+def sgd():
+    return optim.SGD(make_parameters(), 1e-2)
+
+
+REFUSED = {
+    "k": (lambda: lookahead(sgd(), k=0), "every"),
+    "alpha": (lambda: lookahead(sgd(), alpha=0.0), "alpha"),
+    "mu_x": (lambda: gpa(sgd(), mu_x=1.0), "mu_x"),
+    "mu_y": (lambda: gpa(sgd(), mu_y=-0.1), "mu_y"),
+    "push": (lambda: ema_nesterov(sgd(), push=-1.0), "push"),
+    "decay": (lambda: ema_nesterov(sgd(), decay=1.0), "decay"),
+    "start": (lambda: ema_nesterov(sgd(), start=-1), "start"),
+    "stop": (lambda: ema_nesterov(sgd(), start=5, stop=4), "stop"),
+    "twice": (lambda: gpa(lookahead(sgd())), "keeps averages already"),
+    "not schedule-free": (lambda: schedule_free(sgd()), "schedulefree package"),
+    "schedule-free": (lambda: lookahead(FREE["SGD"](make_parameters())), r"baselines\.schedule_free"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    act, message = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        act()

@@ -1,22 +1,25 @@
-"""Checkpoints of a shown average, and torch.distributed.checkpoint: training goes on from live."""
+"""Loading: precision, other optimizers' states, what cannot belong, and torch.distributed.checkpoint."""
 
 import copy
+import io
 import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from problems import (
-    SETTINGS,
-    Net,
     advance,
     assert_same_bits,
+    copies,
     everything,
     make_gradients,
     make_parameters,
+    parameters_of,
     run,
-    set_gradients,
+    same,
 )
+from reference import array, averages_of, distance
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -25,225 +28,281 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from paceline import PACE, averaged_weights, reset_average
+from paceline import PACE, Control, PowerLaw, attach, averaged_weights
+from paceline.optim.weights import keeper_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")
+PUSH = Control.push()
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("when", ["fresh", "mid-run", "shown"])
-def test_dcp_get_and_set_change_nothing(when, flat):
-    """A dummy step, a lost state or a swapped average would show in the steps that follow."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-
-    def trained(disturb):
-        model = Net()
-        optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
-        fired = []
-        optimizer.register_step_post_hook(lambda *_: fired.append(1))
-        advance(optimizer, list(model.parameters()), make_gradients(0 if when == "fresh" else 5))
-        steps = len(fired)
-        optimizer.zero_grad()
-        if when == "shown":
-            optimizer.eval()
-        held = [p.detach().clone() for p in model.parameters()]
-        if disturb:
-            state = get_optimizer_state_dict(model, optimizer, options=options)
-            set_optimizer_state_dict(model, optimizer, state, options=options)
-            set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=options)
-        assert all(torch.equal(p, h) for p, h in zip(model.parameters(), held, strict=True))
-        assert len(fired) == steps and optimizer.shows_average() == (when == "shown")
-        advance(optimizer, list(model.parameters()), make_gradients(5, seed=6))
-        return everything(optimizer)
-
-    assert_same_bits(trained(False), trained(True))
+def pushed(parameters, base=torch.optim.AdamW):
+    return attach(base(parameters, lr=1e-2), control=PUSH)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("template", ["live", "average"])
-def test_dcp_of_a_shown_average_resumes_from_live_or_refuses(flat, template, tmp_path):
-    """Saved between eval() and train(): never go on from the average by accident."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model = Net()
-    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
-    advance(optimizer, list(model.parameters()), make_gradients(5))
-    optimizer.zero_grad()
-    live = everything(optimizer)
-    optimizer.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        weights, state = get_state_dict(model, optimizer, options=options)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
-
-    fresh_model = Net(seed=5)
-    fresh = PACE(fresh_model.parameters(), **SETTINGS)
-    if template == "average":
-        advance(fresh, list(fresh_model.parameters()), make_gradients(1))
-        fresh.zero_grad()
-        fresh.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        weights, state = get_state_dict(fresh_model, fresh, options=options)
-        loaded = {"model": weights, "optimizer": state}
-        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-
-    def put():
-        set_state_dict(
-            fresh_model,
-            fresh,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-            options=options,
-        )
-
-    if template == "live":
-        with pytest.raises(ValueError, match="held the average, and the live weights of parameter 0"):
-            put()
-    else:
-        put()
-        fresh.train()
-        assert_same_bits(live, everything(fresh))
+MAKERS = {"PACE": lambda p: PACE(p, 1e-2, control=PUSH), "attached": pushed}
+makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-def test_a_plain_state_is_not_loaded_while_the_average_is_shown():
-    """It has no live weights, and the parameters have none either: which ones should training go on from?"""
-    parameters = make_parameters(dtype=torch.float32)
-    optimizer = run(parameters, make_gradients(5), **SETTINGS)
-    saved = copy.deepcopy(optimizer.state_dict())
-    advance(optimizer, parameters, make_gradients(5, seed=2))
-    with averaged_weights(optimizer):
-        before = everything(optimizer)
-        with pytest.raises(ValueError, match=r"hold the average now .*Call train"):
-            optimizer.load_state_dict(saved)
-        assert_same_bits(before, everything(optimizer))
-    optimizer.load_state_dict(saved)
-    set_gradients(parameters, make_gradients(1)[0])
-    optimizer.step()
+def net(seed=0, dtype=torch.float32):
+    model = nn.Module()
+    for i, parameter in enumerate(make_parameters(seed, dtype)):
+        model.register_parameter(f"p{i}", nn.Parameter(parameter.detach()))
+    return model
 
 
+# --- Precision --------------------------------------------------------------------------------------------
+
+
+@makers
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_first", [True, False])
-@pytest.mark.parametrize("then", ["step", "eval", "save"])
-def test_saved_while_shown_resumes_from_live_in_either_order(model_first, then, dtype):
-    """The model's part of such a checkpoint is the average; torch's set_state_dict loads it last."""
-    model = Net(dtype)
-    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
-    advance(optimizer, list(model.parameters()), make_gradients(5))
-    with averaged_weights(optimizer):
-        saved = {k: copy.deepcopy(v.state_dict()) for k, v in (("model", model), ("optimizer", optimizer))}
-    again = Net(dtype, seed=5)
-    resumed = PACE(again.parameters(), **SETTINGS)
-    if model_first:
-        again.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["optimizer"])
-    assert_same_bits(everything(optimizer), everything(resumed))
-    if not model_first:
-        again.load_state_dict(saved["model"])
-    if then == "save":  # before anything else: the saved state must know that the average is shown
-        weights, state = copy.deepcopy(again.state_dict()), copy.deepcopy(resumed.state_dict())
-        again = Net(dtype, seed=6)
-        resumed = PACE(again.parameters(), **SETTINGS)
-        again.load_state_dict(weights)
-        resumed.load_state_dict(state)
-    if then == "eval":
-        resumed.eval()
-        resumed.train()
-        assert_same_bits(everything(optimizer), everything(resumed))
-    advance(optimizer, list(model.parameters()), make_gradients(3, seed=2))
-    if then == "step" and not model_first:
-        set_gradients(list(again.parameters()), make_gradients(3, seed=2)[0])
-        with pytest.warns(UserWarning, match="loaded after the optimizer"):
-            resumed.step()
-        advance(resumed, list(again.parameters()), make_gradients(3, seed=2)[1:])
-    else:
-        advance(resumed, list(again.parameters()), make_gradients(3, seed=2))
-    assert_same_bits(everything(optimizer), everything(resumed))
+def test_loading_keeps_the_precision_of_averages_and_counts(make, dtype, kept):
+    first, second = (make([torch.ones(3, dtype=dtype).requires_grad_()]) for _ in range(2))
+    advance(first, parameters_of(first), [[torch.ones(3)]])
+    saved = copy.deepcopy(first.state_dict())
+    name = next(key for key in saved["state"][0] if key.endswith("average"))
+    saved["state"][0][name] = torch.tensor([1.001, 2.002, 3.003], dtype=kept)
+    second.load_state_dict(saved)
+    entries = second.state_dict()["state"][0]
+    assert entries[name].dtype == kept and torch.equal(entries[name], saved["state"][0][name])
+    assert entries[name.replace("average", "step")].dtype == torch.float64
+    plain = torch.optim.Optimizer([torch.ones(3, dtype=dtype).requires_grad_()], {})
+    plain.load_state_dict({**saved, "param_groups": [{"params": [0]}]})
+    rounds = dtype == torch.bfloat16 and kept == torch.float32  # torch's own loading, which fails this
+    assert torch.equal(plain.state_dict()["state"][0][name], saved["state"][0][name]) != rounds
 
 
-def test_saved_while_shown_and_other_weights_loaded_after_it_count():
-    model = Net()
-    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
-    advance(optimizer, list(model.parameters()), make_gradients(5))
-    with averaged_weights(optimizer):
-        saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(saved)
-    model.load_state_dict(Net(seed=8).state_dict())
-    optimizer.train()
-    for p, q in zip(model.parameters(), Net(seed=8).parameters(), strict=True):
-        assert torch.equal(p, q)
+def test_a_count_in_low_precision_is_refused():
+    saved = run(make_parameters(), make_gradients(1)).state_dict()
+    saved["state"][0]["step"] = torch.tensor(256.0, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"step of parameter 0 of group 0 is 256\.0 in torch\.bfloat16"):
+        PACE(make_parameters()).load_state_dict(saved)
 
 
-OPTIONS = [
-    StateDictOptions(),
-    StateDictOptions(flatten_optimizer_state_dict=True),
-    StateDictOptions(full_state_dict=True),
-    StateDictOptions(cpu_offload=True),
-]
+def test_a_load_in_inference_mode_leaves_tensors_that_train():
+    optimizer = run(make_parameters(), make_gradients(2))
+    with torch.inference_mode():
+        optimizer.load_state_dict(optimizer.state_dict())
+    advance(optimizer, parameters_of(optimizer), make_gradients(1))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_fresh_optimizer_in_eval_mode_takes_a_checkpoint(options):
-    """Trainers call eval() early; what is loaded then is live, in either order."""
-    model = Net()
-    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
-    advance(optimizer, list(model.parameters()), make_gradients(5))
-    optimizer.zero_grad()
-    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
-    again = Net(seed=5)
-    resumed = PACE(again.parameters(), **SETTINGS)
-    resumed.eval()
-    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state, options=options)
-    resumed.train()
-    assert_same_bits(everything(optimizer), everything(resumed))
+# --- Other optimizers' states -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_dcp_does_not_mix_our_own_entries_into_a_checkpoint(options):
-    """full_state_dict fills what a checkpoint lacks with the values at hand, a flat one with {}."""
-    model = Net()
-    optimizer = PACE(model.parameters(), lr=1e-2, gain="paper", pullback_strength=30.0)
-    advance(optimizer, list(model.parameters()), make_gradients(5))
-    optimizer.zero_grad()
-    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-    again = Net(seed=5)
-    wider = PACE(again.parameters(), return_power=0.9)
-    with pytest.warns(UserWarning, match="no 'returned' for 4"):
-        set_optimizer_state_dict(again, wider, state, options=options)
-    for p in again.parameters():
-        assert torch.equal(wider.state[p]["returned"], wider.state[p]["average"])
-    optimizer.eval()
-    before = everything(optimizer)
-    with pytest.raises(ValueError, match="hold the average now"):
-        set_optimizer_state_dict(model, optimizer, state, options=options)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("weights_last", [False, True])
+def test_a_checkpoint_of_adamw_continues_with_averages_from_the_loaded_weights(weights_last, foreach):
+    gradients, theirs = make_gradients(20), make_parameters(dtype=torch.float32)
+    adamw = advance(torch.optim.AdamW(theirs, lr=1e-2, foreach=foreach), theirs, gradients[:10])
+    buffer = io.BytesIO()
+    torch.save(adamw.state_dict(), buffer)
+    buffer.seek(0)
+    ours = make_parameters(seed=50, dtype=torch.float32)
+    pace = PACE(ours, lr=1e-3, foreach=foreach, control=Control.none())
+
+    def load_weights():
+        with torch.no_grad():
+            torch._foreach_copy_(ours, theirs)
+
+    if not weights_last:
+        load_weights()
+    with pytest.warns(
+        UserWarning, match=r"no average, or not all of them, of 4 parameter.*begins as the live"
+    ):
+        pace.load_state_dict(torch.load(buffer, weights_only=True))
+    load_weights()
+    averages = [array(p) for p in ours]
+    for t, step in enumerate(gradients[10:], 11):
+        advance(pace, ours, [step])
+        advance(adamw, theirs, [step])
+        averages = [a + (1 + t) ** -0.7 * (array(p) - a) for a, p in zip(averages, ours, strict=True)]
+    assert same(ours, theirs)
+    for p, expected in zip(ours, averages, strict=True):
+        assert pace.state[p]["step"] == 20 and distance(pace.state[p]["average"], expected) < 1e-6
+
+
+def test_adamw_continues_from_a_state_of_pace():
+    ours, theirs, gradients = make_parameters(), make_parameters(), make_gradients(20)
+    pace = run(ours, gradients[:10], Control.none())
+    adamw = torch.optim.AdamW(theirs)
+    adamw.load_state_dict(copy.deepcopy(pace.state_dict()))
+    with torch.no_grad():
+        torch._foreach_copy_(theirs, ours)
+    advance(adamw, theirs, gradients[10:])
+    advance(pace, ours, gradients[10:])
+    assert same(ours, theirs)
+
+
+def test_own_settings_of_speed_and_storage_stay_and_all_others_are_loaded():
+    parameters = make_parameters(dtype=torch.float32)
+    optimizer = run(parameters, make_gradients(3), PUSH, betas=(0.5, 0.6), foreach=True)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:  # of a version before these settings were there
+        del group["control_gap"], group["parameters_hold"]
+    for entries in saved["state"].values():
+        entries["step"] = int(entries["step"])
+    others = make_parameters(dtype=torch.float32)
+    other = PACE(others, 0.3, foreach=False, average_dtype="bfloat16")
+    other.load_state_dict(saved)
+    (group,) = other.param_groups
+    assert (group["lr"], group["betas"], group["control_strength"]) == (1e-2, (0.5, 0.6), -0.5)
+    assert (group["foreach"], group["average_dtype"], group["control_gap"]) == (False, "bfloat16", "before")
+    kept = [averages_of(optimizer, p)["returned"] for p in parameters]
+    assert same([averages_of(other, p)["returned"] for p in others], kept)
+
+
+def spoiled(change):
+    def spoil(saved):
+        change(saved["state"])
+
+    return spoil
+
+
+CANNOT = {
+    "a shape": (
+        spoiled(lambda s: s[1].update(average=torch.zeros(7))),
+        r"average of parameter 1 of group 0 has",
+    ),
+    "a moment": (spoiled(lambda s: s[2].pop("exp_avg")), "state of parameter 2 of group 0 lacks exp_avg"),
+    "a setting": (
+        lambda saved: saved["param_groups"][0].update(control_power=2.0),
+        "Invalid power value: 2.0",
+    ),
+    "groups": (lambda saved: saved["param_groups"].append({"params": []}), "different number of parameter"),
+    "parameters": (lambda saved: saved["param_groups"][0]["params"].append(9), "doesn't match the size"),
+}
+
+
+@pytest.mark.parametrize("kind", CANNOT)
+def test_a_state_that_cannot_belong_is_refused_and_nothing_is_loaded(kind):
+    optimizer = run(make_parameters(), make_gradients(3), PUSH)
+    before, saved = everything(optimizer), copy.deepcopy(optimizer.state_dict())
+    spoil, words = CANNOT[kind]
+    spoil(saved)
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(saved)
     assert_same_bits(before, everything(optimizer))
 
 
-def test_dcp_set_state_dict_of_a_shown_state_resumes_from_live():
-    model = Net()
-    optimizer = PACE(model.parameters(), lr=1e-2, **SETTINGS)
+def test_averages_that_a_state_lacks_are_named_and_begin_as_live():
+    parameters, others = make_parameters(), make_parameters()
+    old = attach(torch.optim.AdamW(parameters), control=PUSH, averages={"a": PowerLaw(0.5)})
+    advance(old, parameters, make_gradients(5))
+    new = attach(torch.optim.AdamW(others), control=PUSH, averages={"a": PowerLaw(0.5), "b": PowerLaw(0.9)})
+    with pytest.warns(UserWarning, match="no average, or not all of them, of 4 parameter"):
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    with torch.no_grad():
+        torch._foreach_copy_(others, parameters)
+    live = copies(others)
+    with averaged_weights(new, "b"):
+        assert same(others, live)
+    with averaged_weights(new, "a"):
+        assert not same(others, live)
+
+
+# --- torch.distributed.checkpoint, in one process ---------------------------------------------------------
+
+FLAT = [StateDictOptions(), StateDictOptions(flatten_optimizer_state_dict=True)]
+OPTIONS = [*FLAT, StateDictOptions(full_state_dict=True), StateDictOptions(cpu_offload=True)]
+
+
+@makers
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("when", ["fresh", "mid-run", "shown"])
+def test_getting_and_setting_a_state_changes_nothing(make, when, options):
+    """A dummy step, a lost state or a swapped average would show in the steps that follow."""
+    if when == "fresh" and make is pushed:
+        pytest.skip("the dummy step counts in torch's own AdamW")
+    found = []
+    for disturb in (False, True):
+        model = net()
+        optimizer, parameters = make(list(model.parameters())), list(model.parameters())
+        advance(optimizer, parameters, make_gradients(0 if when == "fresh" else 5))
+        optimizer.zero_grad()
+        if when == "shown":
+            keeper_of(optimizer).show()
+        held = copies(parameters)
+        if disturb:
+            state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+        if when != "shown" or not disturb:  # a load puts live back
+            assert same(parameters, held)
+        advance(optimizer, parameters, make_gradients(5, seed=6))
+        found.append(everything(optimizer))
+    assert_same_bits(*found)
+
+
+@makers
+@pytest.mark.parametrize("options", FLAT)
+@pytest.mark.parametrize("template", ["live", "average"])
+def test_a_shown_average_that_was_saved_resumes_from_live_or_is_refused(make, template, options, tmp_path):
+    """Saved between eval() and train(): never continue from the average by accident."""
+    model = net()
+    optimizer = make(list(model.parameters()))
     advance(optimizer, list(model.parameters()), make_gradients(5))
     optimizer.zero_grad()
+    live = everything(optimizer)
+    keeper_of(optimizer).show()
+    weights, state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    fresh = net(seed=5)
+    other = make(list(fresh.parameters()))
+    if template == "average":
+        advance(other, list(fresh.parameters()), make_gradients(1))
+        other.zero_grad()
+        keeper_of(other).show()
+    weights, state = get_state_dict(fresh, other, options=options)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+    if template == "live":
+        with pytest.raises(ValueError, match="held the average, and the live weights of parameter"):
+            set_state_dict(fresh, other, options=options, **parts)
+    else:
+        set_state_dict(fresh, other, options=options, **parts)
+        keeper_of(other).hide()
+        other.state_dict()
+        keeper_of(other).hide()
+        assert_same_bits(live, everything(other))
+
+
+@makers
+@pytest.mark.parametrize("options", [StateDictOptions(), StateDictOptions(cpu_offload=True)])
+def test_a_state_of_adamw_begins_with_averages_that_are_live(make, options):
+    """Other options need ranks: torch wants the names of all settings in a flat state, or a broadcast."""
+    model, again = net(), net(seed=5)
+    adamw = torch.optim.AdamW(model.parameters(), 1e-2)
+    advance(adamw, list(model.parameters()), make_gradients(3))
+    adamw.zero_grad()
+    state = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=options))
+    optimizer = make(list(again.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        set_optimizer_state_dict(again, optimizer, state, options=options)
+    again.load_state_dict(model.state_dict())
+    live = copies(again.parameters())
     with averaged_weights(optimizer):
-        weights, state = copy.deepcopy(get_state_dict(model, optimizer))
-    again = Net(seed=5)
-    resumed = PACE(again.parameters(), **SETTINGS)
-    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state)
-    resumed.train()
-    assert_same_bits(everything(optimizer), everything(resumed))
-    advance(optimizer, list(model.parameters()), make_gradients(3, seed=2))
-    advance(resumed, list(again.parameters()), make_gradients(3, seed=2))
-    assert_same_bits(everything(optimizer), everything(resumed))
+        assert same(again.parameters(), live)
+    advance(optimizer, list(again.parameters()), make_gradients(1))
+    for parameter, begin in zip(again.parameters(), live, strict=True):
+        expected = begin + 5**-0.7 * (parameter.detach() - begin)
+        assert torch.allclose(averages_of(optimizer, parameter)["returned"], expected, atol=1e-6)
 
 
-def test_a_flat_dcp_state_loaded_right_after_a_reset_brings_its_average():
-    """torch asks for our own entries by name, `unseeded` among them, and fills in what is not there."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model, other = Net(), Net(seed=4)
-    optimizer, reset = PACE(model.parameters(), lr=1e-2), PACE(other.parameters(), lr=1e-2)
-    for each, trained in ((optimizer, model), (reset, other)):
-        advance(each, list(trained.parameters()), make_gradients(4))
-        each.zero_grad()
-    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-    reset_average(reset)
-    set_optimizer_state_dict(other, reset, state, options=options)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(optimizer.state[p]["average"], reset.state[q]["average"])
-        assert "unseeded" not in reset.state[q]
+@makers
+def test_no_state_before_the_first_step_and_a_dummy_step_counts_nothing(make):
+    parameters = make_parameters(dtype=torch.float32)
+    optimizer = make(parameters)
+    assert not optimizer.state_dict()["state"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    advance(optimizer, parameters, [[torch.zeros_like(p) for p in parameters]])
+    optimizer.param_groups[0]["lr"] = 1e-2
+    with torch.no_grad():
+        torch._foreach_add_(parameters, 1.0)  # weights that are loaded after it count
+    start = copies(parameters)
+    with averaged_weights(optimizer):
+        assert same(parameters, start)
+    advance(optimizer, parameters, make_gradients(1))
+    for parameter, begin in zip(parameters, start, strict=True):
+        expected = begin + 2**-0.7 * (parameter.detach() - begin)
+        assert torch.allclose(averages_of(optimizer, parameter)["returned"], expected, atol=1e-6)

@@ -6,9 +6,7 @@ from itertools import product
 import pytest
 
 from paceline.experiments.config import ConfigError, parse_spec
-from paceline.experiments.cost.hardware import HARDWARE
 from paceline.experiments.paper.cells import readings
-from paceline.experiments.paper.command import price
 from paceline.experiments.paper.labels import EXPERIMENTS, cells, runs
 from paceline.experiments.paper.scales import CPU, GPU, PAPER, SCALES, located
 
@@ -218,12 +216,7 @@ def test_settings_that_all_runs_share():
         if cell.method == "AdamW":
             assert (name, settings) == ("adamw", adamw)
         else:
-            own = {
-                "gain": "paper",
-                "pullback_strength": cell.c,
-                "ema_power": cell.kappa,
-                "update_every": cell.uf,
-            }
+            own = {"c": cell.c, "power": cell.kappa, "every": cell.uf}
             assert (name, settings) == ("pace", adamw | own) and run.averages == ()
             assert run.telemetry_every is not None
 
@@ -300,37 +293,6 @@ def test_data_of_this_machine_change_no_name():
     assert data["qwen3-1.7b-tulu"] == (("u.jsonl",), (), "qwen")
     with pytest.raises(ConfigError, match="scale paper has no model 'gpt3'; there are"):
         located(PAPER, models={"gpt3": "x"})
-
-
-def test_cost_counts_what_is_computed():
-    (whole,) = found("fig:appendix_pretrain_river", "gpt2-124m", "AdamW", schedule="constant")
-    branch = next(c for c in cells("fig:appendix_pretrain_river", PAPER) if c.run.after == (whole.name, 1900))
-    h200 = HARDWARE["h200"]
-    all_of, part = price(whole, PAPER, h200), price(branch, PAPER, h200)
-    assert all_of.tokens == 4750 * 512 * 1024 and part.tokens == 475 * 512 * 1024
-    # 50 and 5 evaluations of 1,024 samples, by AdamW's live weights and five EMAs.
-    assert all_of.evaluated == 50 * 6 * 1024 * 1024 and part.evaluated == 5 * 6 * 1024 * 1024
-    each = 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024  # forward and backward of a token
-    assert all_of.operations == pytest.approx(each * (all_of.tokens + all_of.evaluated / 3))
-    assert part.seconds == pytest.approx(all_of.seconds / 10) and part.memory == all_of.memory
-    pulled = next(
-        c for c in cells("fig:appendix_pretrain_river", PAPER) if c.method == "PACE" and not c.run.after
-    )
-    assert price(pulled, PAPER, h200).evaluated == 50 * 2 * 1024 * 1024
-    assert price(whole, PAPER, HARDWARE["a100"]).seconds > 2 * all_of.seconds
-
-
-@pytest.mark.slow
-def test_every_run_has_a_price_and_fits_the_gpu_that_it_is_meant_for():
-    for scale in (PAPER, GPU):
-        for cell in everything(scale).values():
-            found = price(cell, scale, HARDWARE["h200"])
-            assert found.seconds > 0 and 0 < found.memory < 0.92 * 141e9
-            rough = 6 * scale.models[cell.model].parameters * found.tokens
-            assert 1 < found.operations / rough < 2.5  # evaluations and attention come on top
-    for cell in everything(CPU).values():
-        found = price(cell, CPU, HARDWARE["h200"])
-        assert found.seconds is None and found.operations > 0
 
 
 def test_an_unknown_label_is_answered_with_the_nearest():

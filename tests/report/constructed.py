@@ -1,8 +1,11 @@
 """Records of runs that never were, to ask the report about."""
 
 import json
+from dataclasses import asdict
 
 from paceline.experiments.config import Run, as_mapping
+from paceline.experiments.naming import methods_of
+from paceline.experiments.steering import control_in
 
 
 def write_run(
@@ -15,12 +18,14 @@ def write_run(
     run = Run(
         optimizer=optimizer, schedule=schedule, averages=averages, lr=lr, seed=seed, steps=steps, **more
     )
+    control = control_in(optimizer)
     name = f"{optimizer}-{schedule}-{lr:g}-{seed}".replace(":", "-")
     path = folder / name
     path.mkdir(parents=True)
     about = {"fingerprint": fingerprint, "held_out_fingerprint": "held-out", "samples": 1000}
     lines = [
         {"kind": "run", "config": as_mapping(run), "environment": {"torch": "2"}, "parameters": 1000}
+        | {"methods": methods_of(run, losses), "control": None if control is None else asdict(control)}
         | {"steps": steps, "data": about},
         {"kind": "step", "step": 1, "loss": 7.0},
     ]

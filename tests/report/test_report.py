@@ -262,15 +262,15 @@ def test_the_cost_table_counts_each_average_for_its_method(tmp_path):
 def test_names_say_what_a_method_is(tmp_path):
     path = write_run(
         tmp_path,
-        optimizer="pace:gain=paper,ema_power=0.7",
+        optimizer="adamw:control=push,strength=0.7",
         schedule="wsd:decay=0.3",
         averages=("power:0.9", "long_ema=power:0.7"),
         losses={"live": 3.0, "average": 3.0, "power_0_9": 3.0, "long_ema": 3.0},
     )
     assert read_run(path).returned == {
-        "PACE (gain=paper,ema_power=0.7) WSD (decay=0.3)": "average",
-        "PACE (gain=paper,ema_power=0.7) WSD (decay=0.3) · power:0.9": "power_0_9",
-        "PACE (gain=paper,ema_power=0.7) WSD (decay=0.3) · long EMA": "long_ema",
+        "AdamW (control=push,strength=0.7) WSD (decay=0.3)": "average",
+        "AdamW (control=push,strength=0.7) WSD (decay=0.3) · power:0.9": "power_0_9",
+        "AdamW (control=push,strength=0.7) WSD (decay=0.3) · long EMA": "long_ema",
     }
 
 

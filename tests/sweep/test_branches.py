@@ -33,6 +33,7 @@ def leave(cell, outcome="finished", last=20):
     for step in (*(step for step in cell.run.keep_steps if step < last), last):
         (cell.folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     about = {"kind": "run", "config": {}, "environment": {}, "data": {}, "steps": 20, "parameters": 1}
+    about["returned"] = "live"
     losses = {"held-out": {"live": 2.0}}
     lines = [about, {"kind": "evaluation", "step": last, "losses": losses}]
     (cell.folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -16,8 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_sweeps import start
 
 from paceline.cli import main
-from paceline.experiments.cost.hardware import HARDWARE
-from paceline.experiments.cost.price import of_run
 from paceline.experiments.paper.labels import EXPERIMENTS, cells, runs
 from paceline.experiments.paper.scales import CPU, located
 from paceline.experiments.records import read
@@ -96,7 +94,6 @@ def test_a_label_that_is_killed_shared_and_tried_again(room, expected, monkeypat
     check_killed(room, "s0", expected, KILLS, monkeypatch, capsys)
     assert {path: found for path, found in state(room / "s0").items() if path in before} == before
     check_one_that_fails(room, expected, capsys)
-    check_estimates(room, expected)
     check_other_runs(room, capsys)
 
 
@@ -171,17 +168,6 @@ def check_one_that_fails(room, expected, capsys):
     assert (out / "results.jsonl").read_bytes() == (room / "s0" / "results.jsonl").read_bytes()
 
 
-def check_estimates(room, expected):
-    """Steps and evaluations of every set of weights are those of the real runs."""
-    for name, run in runs(RIVER, CPU).items():
-        found = of_run(run, HARDWARE["h200"])
-        steps = sum(line["kind"] == "step" for line in expected[name])
-        looks = [line for line in expected[name] if line["kind"] == "evaluation"]
-        passes = sum(len(line["losses"]["held-out"]) for line in looks)
-        assert found.tokens == steps * run.batch_size * run.length
-        assert found.evaluated == passes * run.held_out_samples * run.length
-
-
 def check_other_runs(room, capsys):
     """Other data under the same names are refused; what makes no other run is not."""
     out, before = room / "failing", state(room / "failing")
@@ -249,10 +235,9 @@ def test_labels_share_runs_and_all_are_all(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-chat-model").mkdir()
     (tmp_path / "chat.jsonl").touch()
-    rows = listed(capsys, RIVER, "--scale", "cpu", "--out", "s", "--hardware", "h100")
+    rows = listed(capsys, RIVER, "--scale", "cpu", "--out", "s")
     assert next(row.split() for row in rows if "_wsd_10_" in row)[1:3] == [f"{WHOLE}@8", "2"]
-    assert 3 * 20 + 2 * (2 + 3 + 4) == 78 and 78 * 4 * 32 == 9984
-    assert rows[-1].startswith("to do: 9.98k tokens trained on and ") and "nor of a CPU" in rows[-1]
+    assert rows[-1] == "9 cells, 0 done"
     river, kappa = (
         {cell.name for cell in cells(label, CPU)} for label in (RIVER, "fig:appendix_pretrain_kappa_sweep")
     )

@@ -64,7 +64,7 @@ def test_a_line_a_cell_in_the_order_of_the_sweep(undisturbed):
     ]
     assert len({line["losses"]["average"] for line in lines}) == 4
     for line in lines:
-        assert list(line) == ["cell", "hash", "settings", "outcome", "step", "losses"]
+        assert list(line) == ["cell", "hash", "settings", "outcome", "step", "returned", "losses"]
         records = list(read(out / "cells" / line["cell"] / "records.jsonl"))
         assert records[0]["config"]["lr"] == line["settings"]["lr"]
         assert line["losses"] == records[-1]["losses"]["held-out"] and records[-1]["step"] == 40
@@ -100,7 +100,7 @@ def test_cells_of_a_file_end_in_any_order_and_are_written_in_theirs(room, tmp_pa
     """The first is the longest."""
     path = tmp_path / "sweep.toml"
     path.write_text(
-        '[[cells]]\nsteps = 60\n[[cells]]\nsteps = 3\noptimizer = "pace:gain=paper,ema_power=0.5"\n'
+        '[[cells]]\nsteps = 60\n[[cells]]\nsteps = 3\noptimizer = "push:strength=0.7,power=0.5"\n'
     )
     line = words(room, tmp_path / "s", "--config", path, "--jobs", 2, "--keep-models")
     at = line.index("--steps")
@@ -109,7 +109,7 @@ def test_cells_of_a_file_end_in_any_order_and_are_written_in_theirs(room, tmp_pa
     found = [
         (r["settings"]["steps"], r["step"], r["settings"]["optimizer"]) for r in results_of(tmp_path / "s")
     ]
-    assert found == [(60, 60, "pace"), (3, 3, "pace:gain=paper,ema_power=0.5")]
+    assert found == [(60, 60, "pace"), (3, 3, "push:strength=0.7,power=0.5")]
     run = tmp_path / "s" / "cells" / results_of(tmp_path / "s")[1]["cell"]
     assert main(["export", str(run), str(tmp_path / "model"), "--weights", "average"]) == 0
 

@@ -2,20 +2,20 @@
 
 .. code-block:: text
 
-    checks   how arguments are refused
+    checks   checks of arguments
     lqg      linear-quadratic-Gaussian control, finite horizon
-    gains    how strongly the best controller pulls, and the approximations that end in PACE
-    unknown  the optimum is not known: posterior, certainty equivalence
-    simulate the controlled diffusion, many paths at once
+    gains    the gains of the best controller, and the approximations that lead to PACE
+    unknown  estimates of an unknown optimum, and control by an estimate
+    simulate simulation of the controlled diffusion, many paths in parallel
     recursion, limits   one coordinate of a quadratic: limiting and finite-time errors
-    bounds   what is guaranteed for every convex loss
-    family   EMA, EMA-Nesterov, GPA and Schedule-Free beside PACE, as one recursion
+    bounds   guarantees for every convex loss
+    family   EMA, EMA-Nesterov, GPA, Schedule-Free and PACE as one recursion
     drift    a quadratic whose optimum moves: when to push away from the average
     discrete the stylised update on quadratics, convex losses and real data
-    advice   from the numbers of a run to what its strength does
+    advice   sentences about the strength and the averaging power of a run
 
-Formulas are the corrected ones; docstrings name the paper's label, and its erratum as E1 to E29 where there
-is one (docs/theory.md lists them).
+All formulas are the corrected ones. Docstrings name the paper's label and, if it has an error, its number
+(E1 to E29) in the list of docs/theory.md.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""From the numbers of a run to what its strength and its averaging power do."""
+"""Advice: the effects of strength and averaging power on a run, in sentences."""
 
 from dataclasses import dataclass
 from typing import final
@@ -10,30 +10,33 @@ from paceline.control.family import right_ratio, speed_factor
 from paceline.control.limits import improvement, spectral_radius
 
 POWERS = (0.3, 0.5, 0.7)
-"""Of which advice says how far they look back."""
+"""The averaging powers that `advise` compares."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """A run with a pull, at its end."""
+    """The settings of a run with a pull, and its state at the last step."""
 
     lr: float
     steps: int
     ratio: float
-    """R of a typical coordinate: ηc/√v̂ for PACE, the strength itself with gain="uniform"; < 0: a push."""
-    ema_power: float = 0.5
-    """κ."""
+    """R of a typical coordinate: ηc/√v̂ for PACE, the strength itself with sizing="uniform"; < 0: a push."""
+    power: float = 0.5
+    """κ, the power of the averaging rate."""
+    step: float = 1.0
+    """The factor on lr of the base's step, as in `Control`; 1 + R keeps the meaning of lr."""
     best_lr: float | None = None
-    """Where AdamW with an average is best, if that is known."""
+    """The best learning rate of AdamW with an average; None if unknown."""
     speeds: tuple[float, float] | None = None
-    """Least and largest η · curvature/√v̂, if known: what a step takes of the way to the optimum."""
+    """The least and largest η · curvature/√v̂: the share of the way to the optimum that one step takes."""
 
     def __post_init__(self) -> None:
         one("lr", positive("lr", self.lr))
         whole("steps", self.steps, 1)
         number("ratio", self.ratio, "a finite number > -1", lambda x: x > -1)
-        number("ema_power", self.ema_power, "0 <= ema_power <= 1", lambda x: (x >= 0) & (x <= 1))
+        number("power", self.power, "0 <= power <= 1", lambda x: (x >= 0) & (x <= 1))
+        one("step", positive("step", self.step))
         if self.best_lr is not None:
             one("best_lr", positive("best_lr", self.best_lr))
         if self.speeds is not None:
@@ -49,49 +52,52 @@ class Situation:
         steps: int,
         root: float,
         strength: float = 3e-3,
-        ema_power: float = 0.5,
+        power: float = 0.5,
         best_lr: float | None = None,
         curvature: tuple[float, float] | None = None,
     ) -> "Situation":
-        """From PACE's settings, and √v̂ of a typical coordinate: the size of its gradients, noise included."""
+        """Return the situation for PACE's settings and `root`, which is √v̂ of a typical coordinate.
+
+        `root` is the typical size of its gradients, noise included.
+        """
         scale = float(one("lr", positive("lr", lr)) / one("root", positive("root", root)))
         speeds = None if curvature is None else finite("curvature", curvature) * scale
         return cls(
             lr=lr,
             steps=steps,
             ratio=scale * one("strength", not_negative("strength", strength)),
-            ema_power=ema_power,
+            power=power,
             best_lr=best_lr,
             speeds=None if speeds is None else (float(speeds[0]), float(speeds[-1])),
         )
 
     def rate(self, power: float | None = None) -> float:
-        """β at the last step; of another power, if given."""
-        return float((1 + self.steps) ** -(self.ema_power if power is None else power))
+        """Return β at the last step, for another power than `self.power` if one is given."""
+        return float((1 + self.steps) ** -(self.power if power is None else power))
 
     @property
     def gain(self) -> float:
-        """λ = min(βR, 1)."""
+        """The gain at the last step, λ = min(βR, 1)."""
         return min(self.rate() * self.ratio, 1.0)
 
     @property
     def effective_lr(self) -> float:
-        """The learning rate that slow changes see: lr · β/(β + (1 − β)λ), about lr/(1 + R)."""
-        return self.lr * float(speed_factor(self.rate(), self.gain))
+        """The learning rate for slow changes: step · lr · β/(β + (1 − β)λ), about step · lr/(1 + R)."""
+        return self.step * self.lr * float(speed_factor(self.rate(), self.gain))
 
     @property
     def right_ratio(self) -> float | None:
-        """R* = η/η* − 1."""
-        return None if self.best_lr is None else float(right_ratio(self.lr, self.best_lr))
+        """The best ratio, R* = η/η* − 1 with η = step · lr and η* = best_lr; None if best_lr is unknown."""
+        return None if self.best_lr is None else float(right_ratio(self.step * self.lr, self.best_lr))
 
 
 def advise(run: Situation) -> list[str]:
-    """What that means, in sentences.
+    """Return sentences about what the settings of a run do.
 
     >>> for line in advise(Situation(lr=4e-3, steps=4000, ratio=0.4, best_lr=2e-3)):
     ...     print(line)
     R = 0.4 for a typical coordinate: slow changes see a learning rate of 0.00287, not 0.004.
-    The average looks back 63 steps, 1.6 % of the run; with ema_power 0.3 12, with 0.7 332.
+    The average looks back 63 steps, 1.6 % of the run; with power 0.3 12, with 0.7 332.
     This learning rate is 2 times the best one. Lower it to 0.002; if it must stay, R = 1 makes up for it.
     """
     lines = [
@@ -100,7 +106,8 @@ def advise(run: Situation) -> list[str]:
         _about_power(run),
     ]
     if run.right_ratio is not None and run.best_lr is not None:
-        lines.append(_about_rate(run.best_lr, run.right_ratio))
+        about = _about_rate(run.best_lr, run.right_ratio)
+        lines.append(about if run.step == 1 else _about_kept_rate(run, run.best_lr))
     if run.speeds is not None:
         lines.extend(_about_curvature(run, run.speeds))
     return lines
@@ -108,8 +115,8 @@ def advise(run: Situation) -> list[str]:
 
 def _about_power(run: Situation) -> str:
     window = 1 / run.rate()
-    others = [f"with {power:g} {1 / run.rate(power):.0f}" for power in POWERS if power != run.ema_power]
-    others[0] = others[0].replace("with", "with ema_power", 1)
+    others = [f"with {power:g} {1 / run.rate(power):.0f}" for power in POWERS if power != run.power]
+    others[0] = others[0].replace("with", "with power", 1)
     share = 100 * window / run.steps
     return f"The average looks back {window:.0f} steps, {share:.2g} % of the run; {', '.join(others)}."
 
@@ -121,9 +128,17 @@ def _about_rate(best: float, right: float) -> str:
     if right < -0.2:
         return (
             f"{times} A pull makes it smaller still and cannot help; {best:g} can, or a push "
-            f"(R = {right:.2g}, a negative strength with gain uniform)."
+            f"(R = {right:.2g}: Control.push({-right:.2g}))."
         )
     return "This learning rate is about the best one: a pull cannot help here, and a weak one does not hurt."
+
+
+def _about_kept_rate(run: Situation, best: float) -> str:
+    """Return advice about lr for a control that also scales the base's step."""
+    times = run.effective_lr / best
+    if 0.8 < times < 1.25:
+        return "That is about the best one."
+    return f"That is {times:.2g} times the best one: with this control lr {run.lr / times:.3g} is right."
 
 
 def _about_curvature(run: Situation, speeds: tuple[float, float]) -> list[str]:

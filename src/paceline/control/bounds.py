@@ -1,7 +1,7 @@
-"""What is guaranteed for every convex loss: the flat mean of the live weights, for a constant pull and rate.
+"""Guarantees for every convex loss, about the flat mean of the live weights, at a constant pull and rate.
 
-Not for the average that PACE returns, though the paper's introduction says so (E26). A loss is convex and
-G-Lipschitz, gradients are unbiased with variance σ² at most, V² = G² + σ², C = diag(pull).
+They do not hold for the average that PACE returns, though the paper's introduction says so (E26). The loss is
+convex and G-Lipschitz. Gradients are unbiased, with variance σ² at most. V² = G² + σ², C = diag(pull).
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Tuned(NamedTuple):
     """The bound at the best learning rate, after T steps of lr/√T."""
 
     tight: float  # D_C √(V² + 2G(1−β)K_C V/(β + (1−β)c_min)) / √T
-    loose: float  # √(2 − β)/β · |θ_1 − μ| V/√T: what the abstract form says
+    loose: float  # √(2 − β)/β · |θ_1 − μ| V/√T: independent of the pull
     lr: float  # η of the steps η/√T
 
 
@@ -38,9 +38,10 @@ def _constants(
 def convex_bound(
     lrs: ArrayLike, pull: ArrayLike, rate: float, lipschitz: float, sigma: float, distance: ArrayLike
 ) -> float:
-    """E[F(mean θ) − F(μ)] after steps of these rates, non-increasing: thm:convex_convergence_general.
+    """Return the bound on E[F(mean θ) − F(μ)] of thm:convex_convergence_general.
 
-    The mean weighs each θ_k by its rate; `distance` is θ_1 − μ, coordinate by coordinate.
+    `lrs` are the learning rates of all steps, which must not increase. The mean weighs each θ_k by its rate.
+    `distance` is θ_1 − μ, for each coordinate.
     """
     etas = np.atleast_1d(positive("lrs", lrs))
     require(etas.size > 0, "lrs", lrs, "at least one")
@@ -52,7 +53,11 @@ def convex_bound(
 def convex_bound_tuned(
     steps: int, pull: ArrayLike, rate: float, lipschitz: float, sigma: float, distance: ArrayLike
 ) -> Tuned:
-    """The same at the best constant rate: cor:convex_convergence_fixed_lr and thm:convex_convergence."""
+    """Return the bounds at the best constant learning rate, and that rate.
+
+    They are cor:convex_convergence_fixed_lr and thm:convex_convergence. `distance` is θ_1 − μ, for each
+    coordinate.
+    """
     whole("steps", steps, 1)
     d2, factor, v, distance_norm, beta = _constants(pull, rate, lipschitz, sigma, distance)
     root = np.sqrt(steps)
@@ -64,10 +69,10 @@ def convex_bound_tuned(
 
 
 def alike_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
-    """How many times SGD's bound the tight one is at most if all coordinates are pulled alike, C = cI.
+    """Return the largest ratio of the tight bound to SGD's, if all coordinates have one pull, C = cI.
 
-    √(B/β + 2/β − 2/B), B = β + (1 − β)c, so at most √(3/β − 2): the paper's 1/β "likely cannot be improved",
-    and can (E27). At β = .01: 17 instead of 141.
+    It is √(B/β + 2/β − 2/B) with B = β + (1 − β)c, so at most √(3/β − 2). The paper says of its 1/β that it
+    "likely cannot be improved", which is wrong (E27): at β = .01 the ratio is 17 instead of 141.
     """
     beta = fraction("rate", rate)
     c = number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1))

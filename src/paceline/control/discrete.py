@@ -1,11 +1,11 @@
-"""The stylised update, run: on quadratics, on other convex losses and on real data, many paths at once.
+"""The stylised update on quadratics, on other convex losses and on real data, many paths in parallel.
 
 .. code-block:: text
 
     θ' = θ − η g + c (E − θ)        E' = (1 − β) E + β θ'          eq. stylized_update
 
-Weights are (d,) or (paths, d). Three averages come out: the live weights θ, their EMA E, which is what PACE
-returns, and their flat mean, which is what the convex theorem is about.
+Weights are (d,) or (paths, d). A run returns the live weights θ, their EMA E, which PACE returns, and their
+flat mean, which the convex theorem is about.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from paceline.control.recursion import VARIANTS, Variant
 
 
 class Pair(NamedTuple):
-    """The two sets of weights."""
+    """The live weights and their average."""
 
     live: Array
     average: Array
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 def step(
     pair: Pair, gradient: Array, lr: float, pull: ArrayLike, rate: float, variant: Variant = "pre"
 ) -> Pair:
-    """One update. The pull is a number or one for each coordinate.
+    """Return the weights after one update. The pull is a number, or one for each coordinate.
 
     >>> import numpy as np
     >>> here = Pair(np.array([1.0]), np.array([0.0]))
@@ -81,7 +81,7 @@ class Loss(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quadratic:
-    """½ (θ − μ)' A (θ − μ), with additive Gaussian noise of standard deviation sigma in its gradients."""
+    """The loss ½ (θ − μ)' A (θ − μ). Its gradients have Gaussian noise of standard deviation sigma."""
 
     curvature: ArrayLike  # (d,): the diagonal of A; or A itself, (d, d)
     sigma: float = 0.0
@@ -125,7 +125,7 @@ class Quadratic:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PiecewiseLinear:
-    """mean_i |a_i · θ − b_i|: convex, Lipschitz, nowhere smooth; gradients of one term drawn at random."""
+    """The loss mean_i |a_i · θ − b_i|: convex, Lipschitz, not smooth. A gradient is that of a random term."""
 
     slopes: Array  # (n, d)
     offsets: Array  # (n,)
@@ -141,7 +141,7 @@ class PiecewiseLinear:
 
     @property
     def optimum(self) -> Array:
-        """By linear programming."""
+        """The optimum, by linear programming."""
         n, d = self.slopes.shape
         cost = np.concatenate([np.zeros(d), np.ones(n) / n])
         sides = np.block([[self.slopes, -np.eye(n)], [-self.slopes, -np.eye(n)]])
@@ -151,12 +151,12 @@ class PiecewiseLinear:
 
     @property
     def lipschitz(self) -> float:
-        """G, of the whole."""
+        """The Lipschitz constant G of the mean of all terms."""
         return float(np.linalg.norm(self.slopes, 2) / np.sqrt(len(self.slopes)))
 
     @property
     def sigma(self) -> float:
-        """A bound of the gradients' standard deviation: E|g − Eg|² ≤ E|g|², the mean of |a_i|²."""
+        """A bound on the gradients' standard deviation: E|g − Eg|² ≤ E|g|², the mean of |a_i|²."""
         return float(np.sqrt(np.mean(np.sum(self.slopes**2, axis=1))))
 
     def value(self, weights: Array) -> Array:
@@ -174,7 +174,7 @@ class PiecewiseLinear:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Logistic:
-    """Logistic regression with a little weight decay, on any data; gradients of batches drawn at random."""
+    """Logistic regression with weight decay, on any data. A gradient is that of a random batch."""
 
     features: Array  # (n, d)
     labels: Array  # (n,) of −1 and 1
@@ -194,7 +194,7 @@ class Logistic:
 
     @property
     def optimum(self) -> Array:
-        """By Newton's method, to rounding."""
+        """The optimum, by Newton's method, exact to rounding."""
         d = self.features.shape[1]
         signed = self.features * self.labels[:, None]
 
@@ -232,12 +232,12 @@ class Logistic:
 
 
 class Ended(NamedTuple):
-    """Where the paths ended: (paths, d) each."""
+    """The weights at the end of all paths: (paths, d) each."""
 
     live: Array  # θ_T
     average: Array  # E_T
     flat: Array  # the mean of θ_0 … θ_{T−1}, weighted by their learning rates
-    returned: Array  # a second average, of rate return_rate, which never influences the way; else E_T
+    returned: Array  # a second average, of rate return_rate, which does not steer; without it E_T
 
 
 def train(
@@ -253,7 +253,10 @@ def train(
     variant: Variant = "pre",
     return_rate: float | Callable[[int], float] | None = None,
 ) -> Ended:
-    """Run it from live = average = start. lr, pull and rates may depend on the step, which counts from 1."""
+    """Run the update from live = average = start, and return the weights at the end.
+
+    lr, pull and rates are constants or functions of the step, which counts from 1.
+    """
     whole("steps", steps, 1)
     whole("paths", paths, 1)
     require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
@@ -289,10 +292,11 @@ def bema(
     offset: float = 10.0,
     every: int = 1,
 ) -> tuple[Array, Array]:
-    """The EMA and the BEMA of a trajectory θ_0 … θ_T, at steps 1 to T: (T, d) each.
+    """Return the EMA and the BEMA of a trajectory θ_0 … θ_T, at steps 1 to T: (T, d) each.
 
-    Rates are (offset + scale · t)^−power; the paper uses them as gamma and rho, undefined (E23). BEMA adds
-    (offset + scale · t)^−bias_power · (θ_t − θ_0) to the EMA. Both move at every `every`-th step.
+    Rates are (offset + scale · t)^−power. The paper calls scale gamma and offset rho, but does not define
+    them (E23). BEMA adds (offset + scale · t)^−bias_power · (θ_t − θ_0) to the EMA. Both change at each
+    `every`-th step.
     """
     whole("every", every, 1)
     not_negative("scale", scale)

@@ -12,14 +12,16 @@ EASGD (1412.6651), BELAY (2310.13854) and FOCUS (2501.12243) pull. What this mod
 
 * At a given η and averaging rate, drift and noise decide the sign of the best R: `breakeven_noise`.
 * At a given lr, R cancels as the averaging rate falls: `steady`. Without drift a push ties with a tuned EMA.
-* Behind a ramp, with lr and powers tuned, a push wins a few percent of the loss. Its control then averages
-  longer than what is returned, so that slow directions move with lr and others with η.
-* A push wins more where the EMA's best lr is at its limit of stability, 2/α, or where noise is proportional
-  to curvature and grows with the loss of the live weights (`growth`). It then wants a higher lr than the EMA.
+* Behind a ramp, with lr and powers tuned, a push wins a few percent of the loss. The average that steers is
+  then longer than the returned one, so that slow directions move with lr and others with η.
+* A push wins more where the EMA's best lr is at its limit of stability, 2/α. It also wins more where noise is
+  proportional to curvature and grows with the loss of the live weights (`growth`). It then needs a higher lr
+  than the EMA.
 
-What it does not explain: a push of −½ gains about a tenth of a small GPT's reducible loss over AdamW's best
-EMA, with κ of .5 to .6 and at AdamW's best lr. Models with the GPT's basin in lr, its returned power and its
-noise of the live weights gain a third of that at most, with κ near 1. At the GPT's κ and lr they lose.
+What it does not explain: in a small GPT a push of −½ gains about a tenth of the reducible loss over AdamW's
+best EMA. It does so with κ of .5 to .6, at AdamW's best lr. Models with the GPT's basin in lr, its returned
+power and its noise of the live weights gain a third of that at most, with κ near 1. They lose at the GPT's κ
+and lr.
 """
 
 from dataclasses import dataclass, replace

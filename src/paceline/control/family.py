@@ -1,7 +1,7 @@
-"""PACE, EMA, EMA-Nesterov, GPA and Schedule-Free on a quadratic: points of one recursion.
+"""PACE, EMA, EMA-Nesterov, GPA and Schedule-Free on a quadratic, as settings of one recursion.
 
-All of them keep weights at which gradients are taken and weights that are returned, and are linear on a
-quadratic. GPA is PACE with a negative pull, a larger rate and a smaller learning rate, exactly.
+Each method keeps two sets of weights: gradients are taken at one, and the other is returned. On a quadratic
+each method is linear. GPA is exactly PACE with a negative pull, a larger rate and a smaller learning rate.
 """
 
 from typing import NamedTuple
@@ -25,34 +25,39 @@ from paceline.control.recursion import Recursion, stylized
 
 
 class Setting(NamedTuple):
-    """A point of the family: eq. stylized_update with these numbers."""
+    """The settings of eq. stylized_update, which stand for a method of the family."""
 
     lr: float
     rate: float  # β
     pull: float  # c; negative: a push
 
     def on(self, curvature: float) -> Recursion:
-        """One coordinate of that curvature."""
+        """Return the recursion of one coordinate of this curvature."""
         return stylized(self.lr * one("curvature", positive("curvature", curvature)), self.rate, self.pull)
 
     def error_after(self, steps: int, curvature: float, start: float, sigma: float) -> float:
-        """E[returned²] of that coordinate, its gradients with noise of that standard deviation."""
+        """Return E[returned²] of a coordinate; sigma is that of the gradient noise."""
         return self.on(curvature).error_after(steps, start, (self.lr * sigma) ** 2)
 
 
 def pace(lr: float, rate: float, strength: float) -> Setting:
-    """c = βR, as in gain="uniform"; R = 0 is an EMA beside SGD, R < 0 pushes: see drift.py."""
+    """Return PACE of strength R with sizing="uniform": c = βR.
+
+    R = 0 is SGD with an EMA, and R < 0 pushes away from the average (see drift.py).
+    """
     beta = one("rate", checked_rate(rate))
     return Setting(one("lr", positive("lr", lr)), beta, beta * one("strength", finite("strength", strength)))
 
 
 def ema(lr: float, rate: float) -> Setting:
-    """SGD with an average beside it."""
+    """Return SGD with an average that does not steer it."""
     return pace(lr, rate, 0.0)
 
 
 def gpa(lr: float, mu_x: float, mu_y: float) -> Setting:
-    """Generalized Primal Averaging as PACE: with β = 1 − μ_x and s = β + (1 − μ_y)(1 − β),
+    """Return Generalized Primal Averaging as a setting of PACE.
+
+    With β = 1 − μ_x and s = β + (1 − μ_y)(1 − β),
 
     .. code-block:: text
 
@@ -67,9 +72,10 @@ def gpa(lr: float, mu_x: float, mu_y: float) -> Setting:
 
 
 def ema_nesterov(lr: float, decay: float, push: float, curvature: float) -> Recursion:
-    """EMA-Nesterov: gradients at y = x + push · m, where m is an EMA of the moves of x; x is returned.
+    """Return EMA-Nesterov: gradients are taken at y = x + push · m, and x is returned.
 
-    m = (1 − decay)/decay · (x − E) with E the EMA of x, so this is the reading "lookahead" with a push.
+    m is an EMA of the changes of x. It is (1 − decay)/decay · (x − E), where E is the EMA of x. So this is
+    the variant "lookahead" with a push.
     """
     gamma = float(fraction("decay", decay))
     c = -float(not_negative("push", push)) * (1 - gamma) / gamma
@@ -81,9 +87,9 @@ def ema_nesterov(lr: float, decay: float, push: float, curvature: float) -> Recu
 def schedule_free_error(
     lr: float, beta: float, curvature: float, start: float, noise: float, steps: int
 ) -> float:
-    """E[x²] of Schedule-Free SGD after so many steps: y = (1 − β)z + βx, x the mean of all z; noise is η²σ².
+    """Return E[x²] of Schedule-Free SGD after `steps`: y = (1 − β)z + βx, x is the mean of all z.
 
-    GPA whose μ_x = 1 − 1/t, so that the recursion changes with every step.
+    `noise` is η²σ². The method is GPA with μ_x = 1 − 1/t, so that the recursion changes with every step.
     """
     share = 1 - float(number("beta", beta, "0 <= beta < 1", lambda x: (x >= 0) & (x < 1)))
     a = float(positive("lr", lr)) * float(positive("curvature", curvature))
@@ -106,7 +112,7 @@ def schedule_free_error(
 
 
 def speed_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
-    """By how much the pull shortens the way under a steady gradient: β/(β + (1 − β)c).
+    """Return the factor of the pull on the speed under a constant gradient: β/(β + (1 − β)c).
 
     With c = βR this is 1/(1 + (1 − β)R), so about 1/(1 + R).
     """
@@ -118,20 +124,20 @@ def speed_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
 
 
 def right_ratio(lr: ArrayLike, best_lr: ArrayLike) -> Array:
-    """R*(η) = η/η* − 1: the pull that makes of a learning rate the best one. Negative below it: a push.
+    """Return R*(η) = η/η* − 1, the strength that corrects a learning rate η to the best one, η*.
 
-    For long averages (small β): the page of `paceline theory figures` shows the true best beside it.
+    It is a push, and negative, if η is below η*. It holds for long averages (small β). The page of
+    `paceline theory figures` compares it with the true best.
     """
     strength: Array = positive("lr", lr) / positive("best_lr", best_lr) - 1
     return strength
 
 
 def balance(recursion: Recursion, curvature: float, start: float, noise: float, steps: int) -> float:
-    """E⟨g_{k+1}, r_k⟩ after so many steps: the gradient at the new live weights, the gap before.
+    """Return E⟨g_{k+1}, r_k⟩ after `steps`: the gradient at the new live weights, the gap before.
 
-    The next loss falls with a stronger pull if this is positive: ∂F(θ_{k+1})/∂R = −β E⟨g_{k+1}, r_k⟩ exactly.
-    It is 0 where one more step would be best left alone, which is not where a whole run is best: see
-    docs/defaults.md, H2.
+    If this is positive, a stronger pull lowers the next loss: ∂F(θ_{k+1})/∂R = −β E⟨g_{k+1}, r_k⟩ exactly.
+    Where it is 0, no other R improves one more step, but another R may improve the whole run.
     """
     alpha, move = float(positive("curvature", curvature)), recursion.transition
     whole("steps", steps, 0)

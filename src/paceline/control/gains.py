@@ -1,4 +1,4 @@
-"""How strongly the best controller pulls toward the optimum, and the approximations that end in PACE.
+"""The gains of the best controller toward the optimum, and the approximations that lead to PACE.
 
 The weights follow dθ = [A(μ − θ) + u] dt + √Σ dW, and their mean over the horizon is returned:
 
@@ -6,8 +6,8 @@ The weights follow dθ = [A(μ − θ) + u] dt + √Σ dW, and their mean over t
 
     J(u) = E[ |mean θ − μ|² + λ ∫ |u|² dt ]          u = k_x (μ − θ) + k_y (t μ − ∫ θ)
 
-Curvature is α or A, penalty λ, horizon T. Where curvature is a number or an array of them, coordinates are
-apart from each other (A is diagonal); `*_matrix` takes any square A. Arguments broadcast.
+Curvature is α or A, penalty λ, horizon T. If curvature is a number or an array of numbers, coordinates are
+independent (A is diagonal). Functions named `*_matrix` take any square A. Arguments broadcast.
 """
 
 from typing import NamedTuple
@@ -21,14 +21,14 @@ from paceline.control.lqg import LQG, scalar_riccati
 
 
 class Gains(NamedTuple):
-    """Of the control u = toward · (μ − θ) + balance · (t μ − ∫ θ)."""
+    """The gains of the control u = toward · (μ − θ) + balance · (t μ − ∫ θ)."""
 
     toward: Array  # k_x: pulls the weights toward the optimum
-    balance: Array  # k_y: makes up for what the mean has missed so far
+    balance: Array  # k_y: corrects the mean of the weights so far
 
 
 class Riccati(NamedTuple):
-    """The blocks of P_t, of the state (θ − μ, ∫ θ − μ)."""
+    """The blocks M, N and S of P_t, for the state (θ − μ, ∫ θ − μ)."""
 
     m: Array
     n: Array
@@ -39,11 +39,12 @@ class Riccati(NamedTuple):
 
 
 def original_gains(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike) -> Gains:
-    """thm:optimal_control_solution, the printed diagonal gain. Right also for α = 0, α → 0 and α < 0.
+    """Return the gains of the best control for diagonal A (thm:optimal_control_solution).
 
-    k_x = h²/(λT² + g), k_y = h/(λT² + g) with h = ∫ e^(−αs) ds and g = ∫ h² ds over the time to go. The
-    paper repeats g wrongly in lem:original_objective_solution_scalar (E8), and the whole gain wrongly there
-    (E9) and in cor:optimal_control_unknown_mustar (E10).
+    k_x = h²/(λT² + g), k_y = h/(λT² + g) with h = ∫ e^(−αs) ds and g = ∫ h² ds over the remaining time. This
+    printed gain is right, also for α = 0, α → 0 and α < 0. The paper repeats g wrongly in
+    lem:original_objective_solution_scalar (E8). It repeats the whole gain wrongly there (E9) and in
+    cor:optimal_control_unknown_mustar (E10).
 
     >>> gains = original_gains(1.0, 0.1, 5.0, 0.0)
     >>> round(float(gains.toward), 6), round(float(gains.balance), 6)
@@ -57,7 +58,7 @@ def original_gains(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike,
 def original_riccati(
     curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike
 ) -> Riccati:
-    """M, N and S of lem:original_objective_solution_scalar: λ k_x, λ k_y, λ/(λT² + g)."""
+    """Return M, N and S of lem:original_objective_solution_scalar: λ k_x, λ k_y, λ/(λT² + g)."""
     h, g, shrink, lam, end = _parts(curvature, penalty, horizon, time)
     below = lam * (end * shrink) ** 2 + g
     return Riccati(m=lam * h**2 / below, n=lam * h * shrink / below, s=lam * shrink**2 / below)
@@ -66,9 +67,10 @@ def original_riccati(
 def original_cost(
     start: ArrayLike, curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, variance: ArrayLike
 ) -> Array:
-    """J of the best control from θ_0 − μ = start, noise of this variance: M_0 x_0² + σ² λ log(1 + g/λT²).
+    """Return J of the best control: M_0 x_0² + σ² λ log(1 + g/λT²).
 
-    The integral of M has a closed form because g' = h².
+    `start` is x_0 = θ_0 − μ, and `variance` is σ², that of the noise. The integral of M has a closed form
+    because g' = h².
     """
     h, g, shrink, lam, end = _parts(curvature, penalty, horizon, 0.0)
     noise = positive("variance", variance)
@@ -82,9 +84,9 @@ def original_cost(
 
 
 def original_riccati_matrix(curvature: ArrayLike, penalty: float, horizon: float, time: float) -> Riccati:
-    """M, N and S of thm:original_objective for any square A, symmetric or not, in closed form.
+    """Return M, N and S of thm:original_objective for any square A, symmetric or not, in closed form.
 
-    The paper leaves them as an ODE. With H = ∫ e^(−As) ds, G = ∫ H H' ds, D = T² I + G/λ:
+    The paper has an ODE for them. With H = ∫ e^(−As) ds, G = ∫ H H' ds, D = T² I + G/λ:
     M = H' D⁻¹ H, N = H' D⁻¹, S = D⁻¹.
     """
     a, lam, end = square("curvature", curvature), positive("penalty", penalty), positive("horizon", horizon)
@@ -95,7 +97,7 @@ def original_riccati_matrix(curvature: ArrayLike, penalty: float, horizon: float
         return Riccati(*((vectors * block) @ vectors.T for block in apart))
     h, g = _matrix_integrals(a, float(end - time_in(time, end)))
     whole = float(end) ** 2 * np.eye(len(a)) + g / float(lam)
-    # Where some directions grow by many orders and others do not, D cannot be inverted; P itself stays small.
+    # If only some directions grow by many orders of magnitude, D cannot be inverted, though P stays small.
     if not np.all(np.isfinite(whole)) or np.linalg.cond(whole) > 1e6:
         p, n = original_problem(a, penalty, horizon).riccati(time), len(a)
         return Riccati(m=p[:n, :n], n=p[:n, n:], s=p[n:, n:])
@@ -105,7 +107,7 @@ def original_riccati_matrix(curvature: ArrayLike, penalty: float, horizon: float
 
 
 def original_gains_matrix(curvature: ArrayLike, penalty: float, horizon: float, time: float) -> Gains:
-    """k_x and k_y as matrices."""
+    """Return the gains of the best control for any square A, as matrices."""
     riccati = original_riccati_matrix(curvature, penalty, horizon, time)
     return Gains(toward=riccati.m / penalty, balance=riccati.n / penalty)
 
@@ -113,7 +115,7 @@ def original_gains_matrix(curvature: ArrayLike, penalty: float, horizon: float, 
 def original_problem(
     curvature: ArrayLike, penalty: float, horizon: float, covariance: ArrayLike | None = None
 ) -> LQG:
-    """The same as an LQG problem in the state (θ − μ, ∫ θ − μ)."""
+    """Return the problem of the returned mean as an LQG problem in the state (θ − μ, ∫ θ − μ)."""
     a = square("curvature", curvature)
     unit, none = np.eye(len(a)), np.zeros_like(a)
     root = _root(covariance, len(a))
@@ -128,7 +130,7 @@ def original_problem(
 
 
 def _root(covariance: ArrayLike | None, size: int) -> Array:
-    """√Σ, as a triangle."""
+    """Return a triangular square root of Σ; None stands for the identity."""
     if covariance is None:
         return np.eye(size)
     matrix = symmetric("covariance", covariance, definite=True)
@@ -140,9 +142,10 @@ def _root(covariance: ArrayLike | None, size: int) -> Array:
 
 
 def relaxed_gain(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike) -> Array:
-    """k of u = k (μ − θ) that minimises E[ (1/T) ∫ |θ − μ|² + λ ∫ |u|² ] (thm:optimal_control_relaxed).
+    """Return k of u = k (μ − θ) that minimises E[ (1/T) ∫ |θ − μ|² + λ ∫ |u|² ].
 
-    p/λ of the scalar Riccati equation with a = −α, q = 1/T, r = λ; its sign in the proof is wrong (E5).
+    This is thm:optimal_control_relaxed: p/λ of the scalar Riccati equation with a = −α, q = 1/T, r = λ. Its
+    sign in the proof is wrong (E5).
     """
     lam, end = positive("penalty", penalty), positive("horizon", horizon)
     return scalar_riccati(-finite("curvature", curvature), 1 / end, lam, 0.0, end, time) / lam
@@ -151,7 +154,7 @@ def relaxed_gain(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, t
 def relaxed_problem(
     curvature: ArrayLike, penalty: float, horizon: float, covariance: ArrayLike | None = None
 ) -> LQG:
-    """The same for any square A, as an LQG problem in θ − μ."""
+    """Return the relaxed problem for any square A, as an LQG problem in θ − μ."""
     a = square("curvature", curvature)
     unit = np.eye(len(a))
     end = positive("horizon", horizon)
@@ -164,10 +167,11 @@ def relaxed_problem(
 
 
 def relaxed_gain_far(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike) -> Array:
-    """`relaxed_gain` long before the end: (1/λT)/(√(α² + 1/λT) + α), eq. approx-optimal-control.
+    """Return the limit of `relaxed_gain` long before the end: (1/λT)/(√(α² + 1/λT) + α).
 
-    Needs T − t ≫ 1/(2√(α² + 1/λT)), which is at most 1/(2α), not at least as printed (E7). The factor μ − θ
-    is missing in print (E6). This is not the gain that PACE comes from, though the paper says so (E7b).
+    This is eq. approx-optimal-control, whose factor μ − θ is missing in print (E6). It needs
+    T − t ≫ 1/(2√(α² + 1/λT)), which is at most 1/(2α), not at least as printed (E7). PACE does not come from
+    this gain, though the paper says so (E7b).
     """
     alpha, lam, end = _checked(curvature, penalty, horizon)
     share = 1 / (lam * end)
@@ -179,7 +183,7 @@ def relaxed_gain_far(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLik
 def original_gain_far(
     curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike = 0.0
 ) -> Array:
-    """k_x with e^(−α(T−t)) dropped and nothing else: 1/(λα²T² + T − t − 3/(2α)). Needs α(T − t) over 3/2."""
+    """Return k_x without its terms in e^(−α(T−t)): 1/(λα²T² + T − t − 3/(2α)). It needs α(T − t) > 3/2."""
     alpha, lam, end = _checked(curvature, penalty, horizon)
     left = end - time_in(time, end)
     require(bool(np.all(alpha * left > 1.5)), "curvature", curvature, "curvature * (horizon - time) > 1.5")
@@ -188,10 +192,15 @@ def original_gain_far(
 
 
 def practical_gain(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike) -> Array:
-    """1/(T(1 + λα²T)): eq. practical_control_strategy, which PACE is made of.
+    """Return 1/(T(1 + λα²T)), the gain of eq. practical_control_strategy, from which PACE is made.
 
-    `original_gain_far` at t = 0 without its −3/(2α), so it needs αT ≫ 3/2, not only T ≫ 1: at αT = 2, 5, 10,
-    30, 100 the exact gain is 1.96, 1.40, 1.18, 1.05, 1.02 times it (λ → 0).
+    It is `original_gain_far` at t = 0 without the term −3/(2α). So it needs αT ≫ 3/2, not only T ≫ 1. For
+    λ → 0 the exact gain exceeds it by these factors:
+
+    .. code-block:: text
+
+        αT        2     5     10    30    100
+        factor    1.96  1.40  1.18  1.05  1.02
 
     >>> practical_gain(1.0, 0.1, 5.0).item()
     0.13333333333333333
@@ -218,10 +227,11 @@ def _parts(
 
 
 def integrals(curvature: ArrayLike, length: ArrayLike) -> tuple[Array, Array, Array]:
-    """h = ∫₀^τ e^(−αs) ds and g = ∫₀^τ h² ds, as h·s, g·s² and s = e^(min(ατ, 0)), so that nothing overflows.
+    """Return h·s, g·s² and s, with h = ∫₀^τ e^(−αs) ds, g = ∫₀^τ h² ds and s = e^(min(ατ, 0)).
 
-    With x = ατ and E = 1 − e^(−x), g = τ³ (x − E − E²/2)/x³, whose numerator is x³/3 for small x: there the
-    series Σ (−1)^(n+1) (2^(n−1) − 2) x^(n−3)/n!, n ≥ 3, is summed instead.
+    The factor s prevents overflow. With x = ατ and E = 1 − e^(−x), g = τ³ (x − E − E²/2)/x³. For small x the
+    numerator, about x³/3, would cancel, and the series Σ (−1)^(n+1) (2^(n−1) − 2) x^(n−3)/n!, n ≥ 3, is
+    summed instead.
     """
     alpha, tau = np.broadcast_arrays(np.asarray(curvature, float), np.asarray(length, float))
     x = alpha * tau
@@ -245,17 +255,18 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(14)
 
 
 def _matrix_integrals(a: Array, length: float) -> tuple[Array, Array]:
-    """H = ∫ e^(−As) ds and G = ∫ H H' ds over a length, for any square A.
+    """Return H = ∫ e^(−As) ds and G = ∫ H H' ds over a length, for any square A.
 
-    First over so short a piece that Gauss and Legendre's rule is exact to rounding, then over twice that,
-    again and again. One exponential of a large matrix would contain e^(+Aτ) and drown G.
+    The length is halved until Gauss and Legendre's rule is exact to rounding, and the integrals are then
+    doubled up to it.
     """
+    # One exponential of a large matrix would contain e^(+Aτ), and G would be lost in its rounding.
     n, unit = len(a), np.eye(len(a))
     doublings = max(0, int(np.ceil(np.log2(max(float(np.linalg.norm(a, 2)) * length, 1e-300) / 0.5))))
     piece = length / 2**doublings
 
     def upto(s: float) -> tuple[Array, Array, Array]:
-        """e^(−As), ∫ e^(−A·), ∫ H."""
+        """Return e^(−As), ∫ e^(−A·) and ∫ H up to s."""
         zero = np.zeros_like(a)
         whole = expm(np.block([[-a, unit, zero], [zero, zero, unit], [zero, zero, zero]]) * s)
         return whole[:n, :n], whole[:n, n : 2 * n], whole[:n, 2 * n :]

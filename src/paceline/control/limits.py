@@ -1,4 +1,4 @@
-"""How far from the optimum PACE ends on a quadratic, and what its strength does to that: closed forms.
+"""Closed forms of PACE's final error on a quadratic, and of the effect of its strength on it.
 
 One coordinate: speed a = ηα, averaging rate β, pull c, noise η²σ² (see recursion.py). Arguments broadcast
 where an array is returned.
@@ -24,9 +24,10 @@ _STABLE = "those of a stable chain, radius < 1"
 
 
 def ar2_variance(first: ArrayLike, second: ArrayLike, noise: ArrayLike) -> Array:
-    """γ(0) of X_k = φ₁ X_{k−1} + φ₂ X_{k−2} + noise, by Yule and Walker (lem:ar2-limiting-variance).
+    """Return the variance of X_k = φ₁ X_{k−1} + φ₂ X_{k−2} + noise (lem:ar2-limiting-variance).
 
-    The paper prints γ(1) = φ₁ γ(0), without φ₂ γ(1) (E4): with that, variances come out negative.
+    It follows from the Yule–Walker equations. The paper prints γ(1) = φ₁ γ(0), without the term φ₂ γ(1) (E4),
+    from which variances would be negative.
 
     >>> round(ar2_variance(0.5, 0.2, 0.8).item(), 6)
     1.367521
@@ -39,7 +40,7 @@ def ar2_variance(first: ArrayLike, second: ArrayLike, noise: ArrayLike) -> Array
 
 
 def _terms(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike) -> tuple[Array, Array, Array, Array]:
-    """a, β, c and N = 1 + (1 − β)(1 − a − c)."""
+    """Return a, β, c and N = 1 + (1 − β)(1 − a − c)."""
     a, beta, c = positive("speed", speed), checked_rate(rate), finite("pull", pull)
     return a, beta, c, 1 + (1 - beta) * (1 - a - c)
 
@@ -47,11 +48,11 @@ def _terms(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike) -> tuple[Array, A
 def limiting_error(
     speed: ArrayLike, rate: ArrayLike, pull: ArrayLike, noise: ArrayLike = 1.0, variant: Variant = "pre"
 ) -> Array:
-    """lim E[returned²] = βη²σ² N/(a(2 − N)(2N − aβ)), N = 1 + (1 − β)(1 − a − c): eq. gamma_0, shorter.
+    """Return lim E[returned²] = βη²σ² N/(a(2 − N)(2N − aβ)), N = 1 + (1 − β)(1 − a − c).
 
-    The other readings of Algorithm 1 are the same thing with other arguments: lookahead(c) = pre(c(1 − a)),
-    post(a, η, c) = pre(a(1 − c), η(1 − c), c). Stable for 0 < a < 1 and every c from 0 to 1, not only for
-    small c as in the paper's proof.
+    This is eq. gamma_0, simplified. Two other variants are this one with other arguments:
+    lookahead(c) = pre(c(1 − a)), post(a, η, c) = pre(a(1 − c), η(1 − c), c). The recursion is stable for
+    0 < a < 1 and every c from 0 to 1, not only for small c as in the paper's proof.
 
     >>> round(limiting_error(0.1, 0.05, 0.3).item(), 6)
     0.582323
@@ -65,7 +66,7 @@ def limiting_error(
         c = c * (1 - a)
     if variant == "post":
         a, variance = a * (1 - c), variance * (1 - c) ** 2
-    frozen = (a == 0) & (variance == 0)  # post with c = 1: nothing ever moves
+    frozen = (a == 0) & (variance == 0)  # post with c = 1: no weight ever changes
     safe = np.where(frozen, 1.0, a)
     n = 1 + (1 - beta) * (1 - safe - c)
     slow, fast = beta + (1 - beta) * (safe + c), 2 * n - safe * beta  # 2 − N, and the other edge of stability
@@ -76,7 +77,8 @@ def limiting_error(
 
 
 def _post_raw(a: Array, beta: Array, c: Array, variance: Array) -> Array:
-    """The average is an AR(2) process with 1 − φ₁ − φ₂ = aβ."""
+    """Return the limiting error of the variant post_raw."""
+    # The average is an AR(2) process with 1 − φ₁ − φ₂ = aβ.
     phi1 = (1 - beta) + (1 - a) * (1 - c)
     above = a + (1 - a) * (c + beta)  # 1 + φ₂
     phi2 = above - 1
@@ -87,15 +89,15 @@ def _post_raw(a: Array, beta: Array, c: Array, variance: Array) -> Array:
 
 
 def sgd_error(speed: ArrayLike, noise: ArrayLike = 1.0) -> Array:
-    """lim E[θ²] of the live weights without any pull: η²σ²/(a(2 − a))."""
+    """Return lim E[θ²] of the live weights without a pull: η²σ²/(a(2 − a))."""
     a = number("speed", speed, "0 < speed < 2", lambda x: (x > 0) & (x < 2))
     error: Array = not_negative("noise", noise) / (a * (2 - a))
     return error
 
 
 def limiting_error_slope(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike, noise: ArrayLike = 1.0) -> Array:
-    """d/dc of `limiting_error` at any c: −2β(1 − β)η²σ² (N² − aβ)/(a(2 − N)²(2N − aβ)²)."""
-    limiting_error(speed, rate, pull, noise)  # refuses what is not stable
+    """Return d/dc of `limiting_error`: −2β(1 − β)η²σ² (N² − aβ)/(a(2 − N)²(2N − aβ)²)."""
+    limiting_error(speed, rate, pull, noise)  # raises if the recursion is not stable
     a, beta, c, n = _terms(speed, rate, pull)
     slow = beta + (1 - beta) * (a + c)
     slope: Array = (
@@ -106,10 +108,10 @@ def limiting_error_slope(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike, noi
 
 
 def optimal_pull(speed: ArrayLike, rate: ArrayLike, *, clipped: bool = True) -> Array:
-    """The c of the least limiting error: 1 − a + (1 − √(aβ))/(1 − β), which is at least 1 whenever a ≤ 3/4.
+    """Return the c of the least limiting error: 1 − a + (1 − √(aβ))/(1 − β), at least 1 for a ≤ 3/4.
 
-    It depends neither on the noise nor, given a, on the learning rate. That it is so large is the catch
-    and not the promise: the pull buys a small error with slowness, see `error_at_equal_speed`.
+    It depends neither on the noise nor, given a, on the learning rate. Such a large pull has a price: the
+    error is small because the recursion is slow, see `error_at_equal_speed`.
     """
     a = fraction("speed", speed)
     beta = fraction("rate", rate)
@@ -118,29 +120,29 @@ def optimal_pull(speed: ArrayLike, rate: ArrayLike, *, clipped: bool = True) -> 
 
 
 def least_limiting_error(speed: ArrayLike, rate: ArrayLike, noise: ArrayLike = 1.0) -> Array:
-    """That error at the c that is not clipped: βη²σ²/(a(2 − √(aβ))²)."""
+    """Return the limiting error at `optimal_pull(clipped=False)`: βη²σ²/(a(2 − √(aβ))²)."""
     a, beta = positive("speed", speed), fraction("rate", rate)
     error: Array = beta * not_negative("noise", noise) / (a * (2 - np.sqrt(a * beta)) ** 2)
     return error
 
 
 def spectral_radius(speed: float, rate: float, pull: float, variant: Variant = "pre") -> float:
-    """What is left of an error after a step, in the long run."""
+    """Return the factor by which an error shrinks per step in the long run: the spectral radius."""
     return stylized(speed, rate, pull, variant).radius
 
 
 def finite_time_error(
     speed: float, rate: float, pull: float, start: float, noise: float, steps: int, variant: Variant = "pre"
 ) -> float:
-    """E[returned²] after so many steps from live = average = start."""
+    """Return E[returned²] after `steps` from live = average = start."""
     return stylized(speed, rate, pull, variant).error_after(steps, start, noise)
 
 
 def error_at_equal_speed(radius: float, pull: float) -> float:
-    """The least limiting error of all (learning rate, rate) whose chain forgets at this speed, in σ²/α².
+    """Return the least limiting error of all learning rates and rates at one spectral radius, in σ²/α².
 
-    At equal spectral radius a pull never helps: this rises with c, from half of plain SGD's at c = 0 (for a
-    radius near 1) to just that at c = 1.
+    At an equal spectral radius a pull never helps, because this error rises with c. Near radius 1 it is half
+    of plain SGD's at c = 0, and equal to SGD's at c = 1.
     """
     rho = one("radius", fraction("radius", radius))
     c = one("pull", number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))
@@ -148,7 +150,7 @@ def error_at_equal_speed(radius: float, pull: float) -> float:
         a = 1 - rho
         return float(a**2 * limiting_error(a, a, 0.0))
     low, high, best = np.log((1 - rho) / 100), 0.0, np.inf
-    for _ in range(12):  # β on a grid, then on finer ones about the best
+    for _ in range(12):  # β on a grid, then on finer grids around the best
         grid = np.linspace(low, high, 81)
         errors = _errors_on_level(np.exp(grid), c, rho)
         place = int(np.argmin(errors))
@@ -159,7 +161,7 @@ def error_at_equal_speed(radius: float, pull: float) -> float:
 
 
 def _errors_on_level(rates: Array, c: float, rho: float) -> Array:
-    """a²γ₀(a, β, c) at the least a whose radius is rho, for each β; inf where there is none. (rates,)"""
+    """Return a²γ₀(a, β, c) at the least a of radius rho, for each β; inf if no a has it. (rates,)"""
     speeds = np.geomspace((1 - rho) / 100, 1 - 1e-12, 400)
     below = _radius(speeds[None, :], rates[:, None], c) <= rho
     known, first = below.any(1), np.argmax(below, 1)
@@ -172,7 +174,7 @@ def _errors_on_level(rates: Array, c: float, rho: float) -> Array:
 
 
 def _radius(a: Array, beta: Array, c: float) -> Array:
-    """The larger root of z² − φ₁z − φ₂, in absolute value."""
+    """Return the largest absolute value of the roots of z² − φ₁z − φ₂."""
     phi1, phi2 = 2 - a - beta - c * (1 - beta), -(1 - beta) * (1 - a - c)
     inside = phi1**2 + 4 * phi2
     real = (np.abs(phi1) + np.sqrt(np.maximum(inside, 0))) / 2
@@ -183,20 +185,21 @@ def _radius(a: Array, beta: Array, c: float) -> Array:
 
 
 def improvement(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike) -> Array:
-    """Limiting error with the pull over that of the plain average, γ₀(c)/γ₀(0).
+    """Return the ratio of the limiting error with the pull to that without, γ₀(c)/γ₀(0).
 
-    prop:improved_convergence_quadratic: below 1 for small c; in fact for every c up to the best one. The
-    averages there are of the new weights, E_{k+1} = (1 − β)E_k + βθ_{k+1}, not of the old ones (E18).
+    By prop:improved_convergence_quadratic it is below 1 for small c. In fact it is so for every c up to the
+    best one. It holds for averages of the new weights, E_{k+1} = (1 − β)E_k + βθ_{k+1}, not of the old ones
+    as printed (E18).
     """
     ratio: Array = limiting_error(speed, rate, pull) / limiting_error(speed, rate, 0.0)
     return ratio
 
 
 def large_improvement_bound(speed: ArrayLike, rate: ArrayLike) -> Array:
-    """prop:arbitrarily_large_improvement: with c = 1 and β < a < 1/8, γ₀(1)/γ₀(0) is at most this, 2a.
+    """Return 2a, a bound on γ₀(1)/γ₀(0) for β < a < 1/8 (prop:arbitrarily_large_improvement).
 
-    The paper proves 8a, and states it against SGD although its proof gives the average (E17); 2 is the least
-    constant that holds.
+    The paper proves 8a. It states the ratio to SGD's error, but proves the ratio to the average's (E17). 2 is
+    the least valid constant.
     """
     a = number("speed", speed, "rate < speed < 1/8", lambda x: (x > 0) & (x < 0.125))
     beta = checked_rate(rate)

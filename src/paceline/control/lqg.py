@@ -1,12 +1,12 @@
-"""Linear dynamics, quadratic cost, Gaussian noise, a finite horizon: the control problem behind everything.
+"""The control problem behind the theory: linear dynamics, quadratic cost, Gaussian noise, finite horizon.
 
 .. code-block:: text
 
     dx = (A x + B u) dt + C dW         J(u) = E[ x_T' Q_f x_T + ∫ x' Q x + u' R u dt ]
 
 The best control is u = −R⁻¹ B' P_t x with −dP/dt = A'P + PA − P B R⁻¹ B' P + Q, P_T = Q_f (thm:lqg). The
-paper's eq. lqg-dynamics lacks the d of dW (E1), calls R semidefinite (E3), and its cor:lqg-finalcost has the
-sign of dP/dt wrong (E2).
+paper's eq. lqg-dynamics lacks the d of dW (E1). The paper calls R semidefinite (E3), and the sign of dP/dt in
+its cor:lqg-finalcost is wrong (E2).
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from paceline.control.checks import (
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LQG:
-    """A problem, and its solution.
+    """A control problem with its solution.
 
     >>> problem = LQG(drift=[[-1.0]], final_cost=[[1.0]], control_cost=[[0.5]], horizon=2.0)
     >>> round(problem.riccati(0.0).item(), 6)
@@ -97,7 +97,7 @@ class LQG:
 
     @cached_property
     def _brb(self) -> Array:
-        """B R⁻¹ B'."""
+        """The product B R⁻¹ B'."""
         brb: Array = self._b @ np.linalg.solve(self._r, self._b.T)
         return brb
 
@@ -107,12 +107,12 @@ class LQG:
     # --- The solution ---------------------------------------------------------------------------------
 
     def riccati(self, time: float) -> Array:
-        """P at a time, in closed form: (n, n).
+        """Return P at a time, in closed form: (n, n).
 
-        Over an interval P changes as P → Γ + Ψ'P(I + ΘP)⁻¹Ψ, and two such changes in a row are again one. So
-        a short interval is doubled, as long as Ψ does not grow so large that P would drown in it, and the
-        last one is taken as often as needed.
+        Over an interval P changes as P → Γ + Ψ'P(I + ΘP)⁻¹Ψ. Two such changes in a row are again one. So the
+        change over a short interval is doubled and then applied repeatedly.
         """
+        # Doubling ends when Ψ is so large that P would be lost in its rounding.
         left = float(self.horizon - time_in(one("time", finite("time", time)), np.asarray(self.horizon)))
         hamiltonian = np.block([[self._a, -self._brb], [-self._q, -self._a.T]])
         size = float(np.linalg.norm(hamiltonian, 2))
@@ -123,28 +123,31 @@ class LQG:
         value = self._qf
         for _ in range(2**doublings):
             before, value = value, change.of(value)
-            if np.array_equal(before, value):  # the steady state: it stays
+            if np.array_equal(before, value):  # the steady state
                 break
         return value
 
     def riccati_by_ode(self, times: ArrayLike) -> Array:
-        """P at several times, integrated backward from the horizon: (times, n, n). Slow, and independent."""
+        """Return P at several times: (times, n, n). It is slow, and independent of the closed form.
+
+        The Riccati equation is integrated backward from the horizon.
+        """
         wanted = time_in(times, np.asarray(self.horizon)).reshape(-1)
         return self._integrate(self.horizon - wanted)[0]
 
     def gain(self, time: float) -> Array:
-        """K of the best control u = −K x: (m, n)."""
+        """Return K of the best control u = −K x at a time: (m, n)."""
         return np.asarray(np.linalg.solve(self._r, self._b.T @ self.riccati(time)), dtype=np.float64)
 
     def cost(self, start: ArrayLike) -> float:
-        """J of the best control from a start: x_0' P_0 x_0 + ∫ tr(P C C') dt."""
+        """Return J of the best control from a start: x_0' P_0 x_0 + ∫ tr(P C C') dt."""
         x = np.atleast_1d(finite("start", start))
         require(x.shape == (len(self._a),), "start", start, f"{len(self._a)} numbers")
         values, integral = self._integrate(np.array([self.horizon]))
         return float(x @ values[0] @ x + integral)
 
     def _integrate(self, left: Array) -> tuple[Array, float]:
-        """P at times to go, and ∫ tr(P C C') up to the last of them."""
+        """Return P at these times before the horizon, and ∫ tr(P C C') over the longest of them."""
         n, cc = len(self._a), self._c @ self._c.T
 
         def slope(_: float, state: Array) -> Array:
@@ -154,7 +157,7 @@ class LQG:
 
         ends, places = np.unique(left, return_inverse=True)
         begin = np.append(self._qf.reshape(-1), 0.0)
-        # An explicit method would need as many steps as the fastest rate fits into the horizon.
+        # The number of steps of an explicit method grows with the fastest rate times the horizon.
         found = solve_ivp(
             slope, (0.0, max(float(ends[-1]), 1e-300)), begin, "Radau" if self._is_stiff else "DOP853",
             t_eval=ends, rtol=1e-11, atol=1e-14,
@@ -170,7 +173,7 @@ class LQG:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Change:
-    """What an interval does to P."""
+    """The change of P over an interval: P → Γ + Ψ'P(I + ΘP)⁻¹Ψ."""
 
     psi: Array
     theta: Array
@@ -178,7 +181,10 @@ class _Change:
 
     @classmethod
     def over(cls, hamiltonian: Array, length: float) -> "_Change":
-        """A short interval, from the flow of the Hamiltonian system, x' = Ψx − Θp', p = Γx + Ψ'p'."""
+        """Return the change over a short interval.
+
+        It follows from the flow of the Hamiltonian system, x' = Ψx − Θp', p = Γx + Ψ'p'.
+        """
         n = len(hamiltonian) // 2
         flow = expm(hamiltonian * length)
         last = flow[n:, n:]
@@ -189,13 +195,13 @@ class _Change:
         )
 
     def of(self, value: Array) -> Array:
-        """P at the beginning of the interval, from P at its end."""
-        held = np.linalg.solve(np.eye(len(value)) + value @ self.theta, value)  # P(I + ΘP)⁻¹
-        before = self.gamma + self.psi.T @ held @ self.psi
+        """Return P at the beginning of the interval, from P at its end."""
+        inner = np.linalg.solve(np.eye(len(value)) + value @ self.theta, value)  # P(I + ΘP)⁻¹
+        before = self.gamma + self.psi.T @ inner @ self.psi
         return np.asarray((before + before.T) / 2)
 
     def twice(self) -> "_Change":
-        """The same interval two times."""
+        """Return the change over an interval of twice the length."""
         both = np.eye(len(self.psi)) + self.theta @ self.gamma
         forward = np.linalg.solve(both, self.psi)
         theta = self.theta + self.psi @ np.linalg.solve(both, self.theta) @ self.psi.T
@@ -203,14 +209,17 @@ class _Change:
 
 
 def with_running_cost(drift: ArrayLike, state: float, control: float, horizon: float) -> LQG:
-    """cor:lqg-scalarcost: Q = q I, R = r I, no final cost."""
+    """Return the problem of cor:lqg-scalarcost: Q = q I, R = r I, no final cost."""
     unit = np.eye(len(square("drift", drift)))
     q, r = positive("state", state) * unit, positive("control", control) * unit
     return LQG(drift=drift, horizon=horizon, running_cost=q, control_cost=r)
 
 
 def with_final_cost(drift: ArrayLike, state: float, control: float, horizon: float) -> LQG:
-    """cor:lqg-finalcost: Q_f = q I, R = r I, no running cost. −dP/dt, not dP/dt as printed (E2)."""
+    """Return the problem of cor:lqg-finalcost: Q_f = q I, R = r I, no running cost.
+
+    Its Riccati equation has −dP/dt, not dP/dt as printed (E2).
+    """
     unit = np.eye(len(square("drift", drift)))
     q, r = positive("state", state) * unit, positive("control", control) * unit
     return LQG(drift=drift, horizon=horizon, final_cost=q, control_cost=r)
@@ -224,9 +233,10 @@ def scalar_riccati(
     horizon: ArrayLike,
     time: ArrayLike,
 ) -> Array:
-    """p(t) with −dp/dt = 2ap − p²/r + q, p(T) = q_f (lem:scalar-riccati-solution), free of cancellation.
+    """Return p(t) with −dp/dt = 2ap − p²/r + q, p(T) = q_f (lem:scalar-riccati-solution).
 
-    The printed form divides by q_f − β₋, which may be 0. With ω = √(a² + q/r) and e = e^(−2ω(T−t))
+    The printed form divides by q_f − β₋, which may be 0. This one has no cancellation. With ω = √(a² + q/r)
+    and e = e^(−2ω(T−t))
 
     .. code-block:: text
 
@@ -242,7 +252,7 @@ def scalar_riccati(
     r, end = positive("control_cost", control_cost), positive("horizon", horizon)
     left = end - time_in(time, end)
     omega = np.hypot(a, np.sqrt(q / r))
-    # ω − |a| = (q/r)/(ω + |a|), without the difference of two numbers that are nearly the same.
+    # ω − |a| = (q/r)/(ω + |a|), without the difference of two nearly equal numbers.
     with np.errstate(invalid="ignore", divide="ignore"):
         small = np.where(omega > 0, (q / r) / (omega + np.abs(a)), 0.0)
         large = omega + np.abs(a)

@@ -4,8 +4,8 @@
 
     state' = transition · state + kick · ηξ          error = (readout · state)²        state = (live, average)
 
-The optimum is 0, a = η · curvature is called `speed`, and ξ has variance σ². Everything that the theory says
-about PACE and its relatives on quadratics is about such a recursion.
+The optimum is 0, a = η · curvature is called `speed`, and ξ has variance σ². The theory of PACE and related
+methods on quadratics is about such recursions.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from paceline.control.checks import Array, checked_rate, finite, not_negative, o
 
 Variant = Literal["pre", "post", "lookahead", "post_raw"]
 VARIANTS: tuple[Variant, ...] = ("pre", "post", "lookahead", "post_raw")
-"""Readings of Algorithm 1 (E21). pre: pull by the gap before the step, which is the rule of the theorems and
-of `paceline.PACE`. post: pull the new iterate toward the old average. lookahead: average first, then pull.
-post_raw: pull the new iterate, and average what it was before."""
+"""Variants of Algorithm 1, which can be read in several ways (E21). pre: pull by the gap before the step, as
+in the theorems and in `paceline.PACE`. post: pull the new iterate toward the old average. lookahead: average
+first, then pull. post_raw: pull the new iterate, and average the iterate before the pull."""
 
 
 @final
@@ -30,16 +30,16 @@ class Recursion:
     """A method on one coordinate of a quadratic."""
 
     transition: Array  # (2, 2)
-    kick: Array  # (2,): what noise of size 1 in the step does
-    readout: Array  # (2,): what is returned
+    kick: Array  # (2,): the effect of noise of size 1
+    readout: Array  # (2,): the weights of live and average in the returned number
 
     @property
     def radius(self) -> float:
-        """The spectral radius: what is left of an error after a step, in the long run."""
+        """The spectral radius: the factor by which an error shrinks per step in the long run."""
         return float(np.max(np.abs(np.linalg.eigvals(self.transition))))
 
     def limiting_error(self, noise: float = 1.0) -> float:
-        """E[returned²] after infinitely many steps; noise is η²σ². By Lyapunov's equation."""
+        """Return E[returned²] after infinitely many steps, by Lyapunov's equation; noise is η²σ²."""
         variance = float(not_negative("noise", noise))
         if not np.any(self.kick) or variance == 0:
             return 0.0
@@ -48,7 +48,7 @@ class Recursion:
         return float(self.readout @ spread @ self.readout) * variance
 
     def error_after(self, steps: int, start: float, noise: float = 1.0) -> float:
-        """E[returned²] after so many steps from live = average = start; by doubling."""
+        """Return E[returned²] after `steps` from live = average = start, by doubling; noise is η²σ²."""
         steps = whole("steps", steps, 0)
         variance = float(not_negative("noise", noise))
         power, spread = self.transition, np.outer(self.kick, self.kick)  # of 2^i steps
@@ -64,7 +64,7 @@ class Recursion:
 def stylized(
     speed: float, rate: float, pull: float, variant: Variant = "pre", readout: ArrayLike = (0.0, 1.0)
 ) -> Recursion:
-    """The paper's update of live weights θ and their average E, eq. stylized_update, in one coordinate.
+    """Return the recursion of eq. stylized_update for one coordinate: live weight θ and its average E.
 
     Speed is a = ηα, rate β, pull c. A negative pull is a push.
     """

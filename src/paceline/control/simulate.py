@@ -1,6 +1,6 @@
-"""The controlled diffusion, simulated: dθ = [A(μ − θ) + u] dt + √Σ dW, many paths at once.
+"""Simulation of the controlled diffusion dθ = [A(μ − θ) + u] dt + √Σ dW, many paths in parallel.
 
-A controller says what u is from what it has seen; the mean of the weights over the horizon is returned.
+A controller computes u from the path so far. The mean of the weights over the horizon is returned.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from paceline.control.checks import Array, broadcast, one, positive, require, sq
 from paceline.control.unknown import Seen
 
 Controller = Callable[[Seen], Array]
-"""From what was seen up to now to u: (paths, d)."""
+"""A function from the path so far to u: (paths, d)."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Diffusion:
-    """The uncontrolled problem."""
+    """The settings of a diffusion, without a controller."""
 
     curvature: ArrayLike  # A, (d, d) or a number
     horizon: float
@@ -37,31 +37,31 @@ class Diffusion:
 
     @property
     def matrix(self) -> Array:
-        """A."""
+        """The curvature A as a matrix."""
         return square("curvature", self.curvature)
 
     @property
     def noise(self) -> Array:
-        """Σ."""
+        """The covariance Σ of the noise as a matrix."""
         if self.covariance is None:
             return np.eye(len(self.matrix))
         return symmetric("covariance", self.covariance, definite=True)
 
     def control(self, seen: Seen, estimate: ArrayLike) -> Array:
-        """The best control if the optimum were this."""
+        """Return the best control if the estimate were the optimum."""
         now = gains.original_gains_matrix(self.matrix, self.penalty, self.horizon, seen.time)
         return unknown.certainty_equivalent_control(seen, estimate, now)
 
 
 class Paths(NamedTuple):
-    """What became of the paths."""
+    """The results of a simulation."""
 
-    mean: Array  # (paths, d): of the weights over the horizon, what is returned
+    mean: Array  # (paths, d): the mean of the weights over the horizon, which is returned
     last: Array  # (paths, d): the weights at the end
     effort: Array  # (paths,): ∫ |u|² dt
 
     def cost(self, optimum: ArrayLike, penalty: float) -> tuple[float, float]:
-        """E[|mean − μ|² + λ ∫ |u|²], and its standard error."""
+        """Return an estimate of E[|mean − μ|² + λ ∫ |u|²], and its standard error."""
         each = np.sum((self.mean - np.asarray(optimum, float)) ** 2, axis=1) + penalty * self.effort
         return float(np.mean(each)), float(np.std(each, ddof=1) / np.sqrt(len(each)))
 
@@ -77,10 +77,10 @@ def simulate(
     seed: int = 0,
     method: Literal["euler", "exact"] = "exact",
 ) -> Paths:
-    """Run it. `optimum` is one for all paths, or (paths, d).
+    """Simulate paths under a controller. `optimum` is one for all paths, or (paths, d).
 
-    "euler" is Euler–Maruyama. "exact" holds u over a step and has no other error: the weights and their
-    integral are jointly Gaussian, and are drawn as such.
+    The method "euler" is Euler–Maruyama. "exact" keeps u constant over a step and has no other error. It
+    draws the weights and their integral from their joint Gaussian distribution.
     """
     whole("steps", steps, 1)
     whole("paths", paths, 2)
@@ -125,7 +125,7 @@ class _Exact:
     decay: Array  # e^(−A dt)
     h: Array  # ∫ e^(−As) ds
     k: Array  # ∫ H ds
-    root: Array  # (2d, 2d): of the joint covariance of what the noise does to weights and integral
+    root: Array  # (2d, 2d): square root of the joint covariance of the noise in weights and integral
     dt: float
 
     @classmethod
@@ -134,8 +134,8 @@ class _Exact:
         one, none = np.eye(d), np.zeros_like(a)
         flow = np.block([[-a, none], [one, none]])  # of (θ − μ, ∫ θ − μ)
         whole = expm(np.block([[flow, np.vstack([one, none])], [np.zeros((d, 3 * d))]]) * dt)
-        # What noise does over a short piece by Van Loan's exponential, then over twice that, again and again:
-        # over the whole step that exponential would contain e^(+A dt) and drown the rest.
+        # The covariance over a short piece, by Van Loan's exponential, is doubled up to the whole step. Over
+        # the whole step that exponential would contain e^(+A dt), and the rest would be lost in rounding.
         doublings = max(0, int(np.ceil(np.log2(max(2 * float(np.linalg.norm(flow, 2)) * dt, 1.0)))))
         piece = dt / 2**doublings
         source = np.block([[noise, none], [none, none]])
@@ -162,18 +162,18 @@ class _Exact:
 
 
 def uncontrolled(seen: Seen) -> Array:
-    """u = 0: Ornstein and Uhlenbeck."""
+    """Return u = 0: the paths are Ornstein–Uhlenbeck processes."""
     return np.zeros_like(np.asarray(seen.weights, float))
 
 
 def knowing(problem: Diffusion, optimum: ArrayLike, factor: float = 1.0) -> Controller:
-    """The best control if μ is known; times a factor, to see that others are worse."""
+    """Return the best controller for a known μ, times a factor. Other factors than 1 are worse."""
     target = np.asarray(optimum, float)
     return lambda seen: factor * problem.control(seen, np.broadcast_to(target, np.shape(seen.weights)))
 
 
 def estimating(problem: Diffusion, prior_mean: ArrayLike, prior_covariance: ArrayLike) -> Controller:
-    """The best control if μ has a Gaussian prior: certainty equivalence."""
+    """Return the best controller for a Gaussian prior of μ, by certainty equivalence."""
 
     def control(seen: Seen) -> Array:
         guess = unknown.posterior(seen, problem.matrix, problem.noise, prior_mean, prior_covariance)
@@ -183,7 +183,10 @@ def estimating(problem: Diffusion, prior_mean: ArrayLike, prior_covariance: Arra
 
 
 def practical(problem: Diffusion, factor: float = 1.0) -> Controller:
-    """eq. practical_control_strategy: u = (1/T)(I + λA²T)⁻¹ (mean so far − θ). For diagonal A."""
+    """Return the controller of eq. practical_control_strategy, times a factor, for diagonal A.
+
+    It is u = (1/T)(I + λA²T)⁻¹ (mean so far − θ).
+    """
     a = np.diag(problem.matrix)
     require(bool(np.all(problem.matrix == np.diag(a))), "curvature", problem.matrix, "a diagonal matrix")
     gain = factor * gains.practical_gain(a, problem.penalty, problem.horizon)
@@ -199,7 +202,10 @@ def practical(problem: Diffusion, factor: float = 1.0) -> Controller:
 
 
 def bema_estimating(problem: Diffusion) -> Controller:
-    """Certainty equivalence with a flat prior: BEMA, with the control taken out, as the estimate."""
+    """Return the certainty-equivalent controller for a flat prior.
+
+    Its estimate of μ is BEMA's, with the effect of the control removed.
+    """
 
     def control(seen: Seen) -> Array:
         if seen.time == 0:
@@ -210,7 +216,7 @@ def bema_estimating(problem: Diffusion) -> Controller:
 
 
 def posterior_variance(problem: Diffusion, prior_covariance: ArrayLike) -> float:
-    """tr P_T: no estimate made from the path, controlled or not, has a smaller mean squared error."""
+    """Return tr P_T, the least mean squared error of any estimate of μ from a path, controlled or not."""
     zero = np.zeros(len(problem.matrix))
     seen = Seen(time=problem.horizon, start=zero, weights=zero, integral=zero, control=zero)
     found = unknown.posterior(seen, problem.matrix, problem.noise, zero, prior_covariance)

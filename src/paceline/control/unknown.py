@@ -1,9 +1,8 @@
-"""The optimum is unknown: estimate it from the way so far, then control as if the estimate were it.
+"""Control for an unknown optimum: estimate it from the path so far, and use the estimate as if it were true.
 
-For a Gaussian prior on μ the estimate has a closed form; the paper says that it has none (E12). From
-dθ = [A(μ − θ) + u] dt + √Σ dW follows that Z_t = θ_t − θ_0 + A ∫ θ − ∫ u is A μ t plus noise of covariance
-Σ t, so the posterior is that of a linear regression. It sees Σ, also off its diagonal, though the gains
-do not (E11).
+For a Gaussian prior on μ the estimate has a closed form; the paper says that it has none (E12). The diffusion
+dθ = [A(μ − θ) + u] dt + √Σ dW implies that Z_t = θ_t − θ_0 + A ∫ θ − ∫ u is A μ t plus noise of covariance
+Σ t. So the posterior is that of a linear regression. It depends on all of Σ, though the gains do not (E11).
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from paceline.control.gains import Gains
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Seen:
-    """All that the estimate needs of the way up to a time; vectors of length d, or (paths, d)."""
+    """The data about a path up to a time that an estimate needs; vectors are (d,) or (paths, d)."""
 
     time: float
     start: ArrayLike  # θ_0
@@ -32,10 +31,10 @@ class Seen:
         names = ("start", "weights", "integral", "control")
         shapes = [finite(name, getattr(self, name)).shape for name in names]
         ok = all(shape in ((), (1,), shapes[1], shapes[1][-1:]) for shape in shapes)
-        require(ok, ", ".join(names), shapes, "shapes alike")
+        require(ok, ", ".join(names), shapes, "equal shapes")
 
     def evidence(self, curvature: Array) -> Array:
-        """Z_t = A μ t + noise."""
+        """Return Z_t = θ_t − θ_0 + A ∫ θ − ∫ u, which is A μ t + noise."""
         start, weights, integral, control = (
             np.asarray(value, dtype=np.float64)
             for value in (self.start, self.weights, self.integral, self.control)
@@ -45,7 +44,7 @@ class Seen:
 
 
 class Posterior(NamedTuple):
-    """What is known about the optimum."""
+    """The posterior distribution of the optimum."""
 
     mean: Array  # (d,) or (paths, d)
     covariance: Array  # (d, d)
@@ -58,9 +57,9 @@ def posterior(
     prior_mean: ArrayLike,
     prior_covariance: ArrayLike,
 ) -> Posterior:
-    """The Kalman–Bucy estimate of μ for a Gaussian prior: P⁻¹ = P_0⁻¹ + t A'Σ⁻¹A, in closed form.
+    """Return the Kalman–Bucy estimate of μ for a Gaussian prior: P⁻¹ = P_0⁻¹ + t A'Σ⁻¹A, in closed form.
 
-    The prior may be certain in some directions: P_0 need not be invertible.
+    P_0 need not be invertible: the prior may be certain in some directions.
     """
     time = float(not_negative("time", seen.time))
     a, sigma = square("curvature", curvature), symmetric("covariance", covariance, definite=True)
@@ -71,7 +70,7 @@ def posterior(
         ("prior_covariance", start, a.shape),
         ("prior_mean", mean, a.shape[:1]),
     ):
-        require(value.shape == shape, name, value.tolist(), f"of shape {shape}, as curvature has it")
+        require(value.shape == shape, name, value.tolist(), f"of shape {shape}, to match curvature")
     weight = np.linalg.solve(sigma, a)  # Σ⁻¹ A
     spread = np.linalg.solve(np.eye(len(a)) + time * start @ a.T @ weight, start)
     surprise = seen.evidence(a) - time * mean @ a.T
@@ -80,9 +79,9 @@ def posterior(
 
 
 def flat_prior_estimate(seen: Seen, curvature: ArrayLike) -> Array:
-    """The same with nothing known before: the mean of the weights + A⁻¹ (θ_t − θ_0 − ∫ u)/t.
+    """Return the estimate of μ without a prior: the mean of the weights + A⁻¹ (θ_t − θ_0 − ∫ u)/t.
 
-    BEMA's estimate, with the control taken out. A must be invertible.
+    It is BEMA's estimate, with the effect of the control removed. A must be invertible.
     """
     time = float(positive("time", seen.time))
     a = square("curvature", curvature)
@@ -91,15 +90,16 @@ def flat_prior_estimate(seen: Seen, curvature: ArrayLike) -> Array:
 
 
 def certainty_equivalent_control(seen: Seen, estimate: ArrayLike, gains: Gains) -> Array:
-    """u = k_x (μ̂ − θ) + k_y (t μ̂ − ∫ θ): best among all controls that see θ only, if μ̂ = E[μ | θ up to t].
+    """Return u = k_x (μ̂ − θ) + k_y (t μ̂ − ∫ θ) for an estimate μ̂ of the optimum.
 
-    thm:separation_principle and cor:optimal_control_unknown_mustar: `gains` are those at this time, matrices
+    With μ̂ = E[μ | θ up to t] it is the best of all controls that depend only on the path
+    (thm:separation_principle, cor:optimal_control_unknown_mustar). `gains` are those at this time: matrices
     of `original_gains_matrix` or, for diagonal A, numbers of `original_gains`.
     """
     guess, weights, integral = (
         np.asarray(value, dtype=np.float64) for value in (estimate, seen.weights, seen.integral)
     )
     toward, balance = guess - weights, seen.time * guess - integral
-    if np.ndim(gains.toward) < 2:  # coordinates apart from each other
+    if np.ndim(gains.toward) < 2:  # independent coordinates
         return np.asarray(gains.toward * toward + gains.balance * balance)
     return np.asarray(toward @ gains.toward.T + balance @ gains.balance.T)

@@ -54,7 +54,7 @@ def build(run: Run, tell: data.Tell, ranks: Ranks = ALONE) -> Job:
     model, called = ranks.spread(material.model, device)
     optimizer = methods.make_optimizer(run, model)
     plan = _plan(run, material, device)
-    views, returned = methods.make_views(optimizer, model)
+    views, returned = methods.make_views(run, optimizer, model)
     held_out = material.held_out
     if run.held_out_samples is not None:
         held_out = First(held_out, run.held_out_samples)

@@ -63,8 +63,8 @@ class Run:
     chinchilla: float | None = None
     """Multiples of twenty tokens per parameter."""
     optimizer: str = "pace"
-    """NAME or NAME:setting=value,…: adamw, pace, ademamix, lookahead, gpa, ema_nesterov, schedule_free,
-    schedule_free_plus, sgd, and candidate, for research. E.g. pace:gain=paper,ema_power=0.7"""
+    """NAME or NAME:setting=value,…: pace (Algorithm 1), push (what we recommend), adamw, ademamix, lookahead,
+    gpa, ema_nesterov, schedule_free, schedule_free_plus, sgd. E.g. pace:c=1e-3 or adamw:control=push"""
     lr: float = 1e-3
     """The learning rate, after the warm-up."""
     schedule: str = "constant"
@@ -207,8 +207,8 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 def parse_spec(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """A name with settings, in order or by name.
 
-    >>> parse_spec("pace:ema_power=0.3,betas=(0.9, 0.95)")
-    ('pace', [], {'ema_power': 0.3, 'betas': (0.9, 0.95)})
+    >>> parse_spec("pace:power=0.3,betas=(0.9, 0.95)")
+    ('pace', [], {'power': 0.3, 'betas': (0.9, 0.95)})
     >>> parse_spec("power:0.7")
     ('power', [0.7], {})
     """

@@ -11,7 +11,6 @@ from paceline.experiments.config import ConfigError
 from paceline.lm import checkpoint
 from paceline.lm.files import plain_file, sha256_of
 from paceline.optim.fused import missing
-from paceline.optim.work import ONE_PASS_NAME
 
 
 def examine_machine() -> list[str]:
@@ -24,7 +23,8 @@ def examine_machine() -> list[str]:
         kinds["cuda"] = torch.cuda.get_device_name()
     for kind, name in kinds.items():
         lacking = missing(kind)
-        lines.append(f"{kind} ({name}): PACE steps by {'foreach operations' if lacking else ONE_PASS_NAME}")
+        path = "foreach operations" if lacking else "one pass over memory (fused)"
+        lines.append(f"{kind} ({name}): PACE steps by {path}")
         if lacking is not None:
             lines.append(f"  fused=True {lacking}")
     return lines
@@ -90,7 +90,7 @@ def _parts(described: dict[str, Any], files: dict[str, Any]) -> list[str]:
 
 def _remembered(entries: dict[str, Any]) -> str:
     kinds = sorted({key for entry in entries.values() if isinstance(entry, dict) for key in entry})
-    averages = [key for key in kinds if "average" in key or key == "z" or key.endswith("returned")]
+    averages = [key for key in kinds if "average" in key or "returned" in key or key == "z"]
     named = f"averages as NAME.{', NAME.'.join(averages)}" if averages else "no average"
     return f"{named}; also {', '.join(key for key in kinds if key not in averages) or 'nothing'}"
 

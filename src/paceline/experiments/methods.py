@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.experiments.candidates import GAINS, Candidate
+from paceline import schedules
 from paceline.experiments.config import (
     ConfigError,
     Run,
@@ -22,24 +22,33 @@ from paceline.experiments.config import (
     parse_spec,
     returned_of,
 )
+from paceline.experiments.seldom import Seldom
+from paceline.experiments.steering import (
+    SETTINGS,
+    SHORT,
+    control_in,
+    is_steered,
+    named_settings,
+    take_control,
+)
+from paceline.groups import parameter_groups
 from paceline.lm.loop import View
 from paceline.optim import (
     BEMA,
     PACE,
-    Averages,
     Blend,
+    Control,
     FixedDecay,
     HalfLife,
     Polynomial,
     PowerLaw,
-    Pullback,
+    attach,
     averaged_weights,
-    parameter_groups,
-    schedules,
 )
+from paceline.optim.attach import PREFIX
 from paceline.optim.averages import Average
-from paceline.optim.baselines import GPA, AdEMAMix, EMANesterov, ScheduleFree, lookahead
-from paceline.optim.weights import KeepsAverage
+from paceline.optim.baselines import AdEMAMix, ema_nesterov, gpa, lookahead, schedule_free
+from paceline.optim.weights import has_keeper
 
 Groups = list[dict[str, Any]]
 T = TypeVar("T")
@@ -52,37 +61,79 @@ class MissingPackageError(ConfigError):
 # --- Optimizers -------------------------------------------------------------------------------------
 
 
-PLAIN: dict[str, Callable[..., Optimizer]] = {
+BASES: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
-    "pace": PACE,
     "ademamix": AdEMAMix,
     "sgd": torch.optim.SGD,
-    "candidate": Candidate,
 }
+"""Optimizers that keep no average: a control and averages are attached to them."""
 AROUND_ADAMW: dict[str, Callable[..., Optimizer]] = {
     "lookahead": lookahead,
-    "gpa": GPA,
-    "ema_nesterov": EMANesterov,
+    "gpa": gpa,
+    "ema_nesterov": ema_nesterov,
 }
-# What Schedule-Free remembers in its groups, beside their settings.
-REMEMBERED = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
-OPTIMIZERS = (*PLAIN, *AROUND_ADAMW, "schedule_free", "schedule_free_plus")
+# What Schedule-Free and EMA-Nesterov remember in their groups, beside their settings.
+REMEMBERED = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode", "largest_lr")
+OPTIMIZERS = ("pace", *SHORT, *BASES, *AROUND_ADAMW, "schedule_free", "schedule_free_plus")
+
+
+def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
+    """Return the optimizer of a run, with the averages it asks for beside it."""
+    check_spec("optimizer", run.optimizer, OPTIMIZERS)
+    name, settings = named_settings(run.optimizer)
+    decay = _plain(name, "weight_decay", settings.pop("weight_decay", None))
+    groups = _called(name, partial(parameter_groups, model, decay))
+    averages = averages_of(run)
+    if name not in BASES:
+        if averages:
+            raise ConfigError(
+                f"{name} keeps an average of its own, and no others beside it; leave out averages, or take "
+                "another optimizer, as in adamw:control=push"
+            )
+        return _called(name, partial(_make, name, groups, run.lr, settings))
+    return _called(name, partial(_make_attached, name, groups, run, averages, settings))
 
 
 def _make(name: str, groups: Groups, lr: float, settings: dict[str, Any]) -> Optimizer:
+    """Return an optimizer that keeps an average of its own."""
+    if name == "pace":
+        control = take_control(name, settings)
+        assert control is not None  # PACE always has one
+        _check_settings(name, settings, PACE)
+        return PACE(groups, lr=lr, control=control, **settings)
     if name.startswith("schedule_free"):
         kind = _schedule_free(name)
         _check_settings(name, settings, kind)
-        return ScheduleFree(kind(groups, lr=lr, **settings))
-    if name in AROUND_ADAMW:
-        wrapper = AROUND_ADAMW[name]
-        _check_settings(name, settings, wrapper, torch.optim.AdamW)
-        own = {key: settings.pop(key) for key in inspect.signature(wrapper).parameters if key in settings}
-        return wrapper(_make("adamw", groups, lr, settings), **own)
-    _check_settings(name, settings, PLAIN[name], *(GAINS.values() if name == "candidate" else ()))
+        return schedule_free(kind(groups, lr=lr, **settings))
+    wrapper = AROUND_ADAMW[name]
+    _check_settings(name, settings, wrapper, torch.optim.AdamW)
+    own = {key: settings.pop(key) for key in inspect.signature(wrapper).parameters if key in settings}
+    return wrapper(_base("adamw", groups, lr, settings), **own)
+
+
+def _make_attached(
+    name: str, groups: Groups, run: Run, averages: dict[str, Average], settings: dict[str, Any]
+) -> Optimizer:
+    """Return an optimizer that keeps no average by itself, with those attached that the run asks for."""
+    control = take_control(name, settings)
+    precision = {key: settings.pop(key) for key in ("average_dtype",) if control and key in settings}
+    _check_settings(name, settings, BASES[name], *([attach] if control else []))
+    optimizer = _base(name, groups, run.lr, settings)
+    kept = kept_as(run)
+    if control is None and not averages:
+        return optimizer
+    if control is None:
+        # An optimizer with attached averages always keeps one of a power law: the first that is asked for.
+        own = next((average for label, average in averages.items() if kept[label] == "average"), None)
+        control = Control.none(own.power) if isinstance(own, PowerLaw) else Control.none()
+    others = {label: average for label, average in averages.items() if kept[label] == label}
+    return attach(optimizer, control=control, averages=others, **precision)
+
+
+def _base(name: str, groups: Groups, lr: float, settings: dict[str, Any]) -> Optimizer:
     if name == "adamw" and groups[0]["params"][0][1].is_cuda:
         settings = {"fused": True, **settings}  # torch's fast path on a GPU, and not its default
-    return PLAIN[name](groups, lr=lr, **settings)
+    return BASES[name](groups, lr=lr, **settings)
 
 
 def _schedule_free(name: str) -> Callable[..., Optimizer]:
@@ -105,13 +156,18 @@ def _schedule_free(name: str) -> Callable[..., Optimizer]:
 
 
 def _blend(share: float, kind: str, *values: Any, **named: Any) -> Blend:
-    """`blend:0.5,half_life,0.1` is half live, half the average `half_life:0.1`."""
+    """Return live mixed with an average: `blend:0.5,half_life,0.1` is half live, half `half_life:0.1`."""
     check_spec("average", kind, tuple(AVERAGES))
     return Blend(AVERAGES[kind](*values, **named), share)
 
 
+def _power(power: float, every: int = 1) -> Average:
+    """Return the average of PACE, taken in at every step or at every n-th one."""
+    return PowerLaw(power) if every == 1 else Seldom(PowerLaw(power), every)
+
+
 AVERAGES: dict[str, Callable[..., Average]] = {
-    "power": PowerLaw,
+    "power": _power,
     "polynomial": Polynomial,
     "decay": FixedDecay,
     "half_life": HalfLife,
@@ -126,66 +182,71 @@ SCHEDULES: dict[str, Callable[..., LRScheduler]] = {
 }
 
 
-def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
-    """The optimizer of a run, with the averages it asks for beside it."""
-    name, positional, settings = _known("optimizer", run.optimizer, OPTIMIZERS)
-    if positional:
-        raise ConfigError(f"optimizer settings have names, as in pace:ema_power=0.7; got {run.optimizer!r}")
-    decay = settings.pop("weight_decay", None)
-    decay = _plain(name, "weight_decay", decay)
-    groups = _called(name, partial(parameter_groups, model, decay))
-    optimizer = _called(name, partial(_make, name, groups, run.lr, settings))
+def averages_of(run: Run) -> dict[str, Average]:
+    """Return the averages that a run keeps beside its optimizer, by name."""
     averages = {}
     for label, spec in named_averages(run.averages):
-        kind, values, named = _known("average", spec, AVERAGES)
+        check_spec("average", spec, tuple(AVERAGES))
+        kind, values, named = parse_spec(spec)
         averages[label] = _called(kind, partial(AVERAGES[kind], *values, **named))
-    if "average" in averages and isinstance(optimizer, KeepsAverage):
-        raise ConfigError(f"{name} has an average of its own, called average; give others other names")
     if len(averages) < len(run.averages):
         raise ConfigError(f"averages need different names; got {', '.join(run.averages)}")
-    return _called("averages", partial(Averages, optimizer, averages)) if averages else optimizer
+    return averages
+
+
+def kept_as(run: Run) -> dict[str, str]:
+    """Return under which name the optimizer keeps each of these averages."""
+    names = {label: label for label in averages_of(run)}
+    power_laws = [label for label, average in averages_of(run).items() if isinstance(average, PowerLaw)]
+    if power_laws and control_in(run.optimizer) is None:
+        names[power_laws[0]] = "average"
+    return names
 
 
 def make_schedule(run: Run, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """The schedule of a run of that many steps."""
-    name, positional, settings = _known("schedule", run.schedule, SCHEDULES)
+    """Return the schedule of a run of that many steps."""
+    check_spec("schedule", run.schedule, tuple(SCHEDULES))
+    name, positional, settings = parse_spec(run.schedule)
     if positional or settings.keys() & {"steps", "warmup"}:
         raise ConfigError(
             "settings of a schedule have names, as in wsd:decay=0.2; steps and warmup are settings of the "
             f"run; got {run.schedule!r}"
         )
-    if "steps" in inspect.signature(SCHEDULES[name]).parameters:
+    known = inspect.signature(SCHEDULES[name]).parameters
+    own = [key for key in known if key not in ("optimizer", "steps", "warmup")]
+    for key in settings:
+        if key not in own:
+            raise ConfigError(f"schedule {name} has no setting {key!r}{nearest(key, own)}")
+    if "steps" in known:
         settings["steps"] = steps
     warmup = min(run.warmup, steps // 10)
     return _called(name, partial(SCHEDULES[name], optimizer, warmup=warmup, **settings))
 
 
-def make_views(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, View], str]:
-    """The weights of the model to evaluate, by name, and the name of those that are returned."""
+def make_views(run: Run, optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, View], str]:
+    """Return the weights of the model to evaluate, by name, and the name of those that are returned."""
     views: dict[str, View] = {"live": nullcontext}
-    base = optimizer.base if isinstance(optimizer, Averages) else optimizer
-    if isinstance(base, KeepsAverage):
-        views["average"] = partial(averaged_weights, base, model)
-    if isinstance(optimizer, Averages):
-        views |= {name: partial(averaged_weights, optimizer[name], model) for name in optimizer}
+    if has_keeper(optimizer) and (control_in(run.optimizer) is not None or not run.averages):
+        views["average"] = partial(averaged_weights, optimizer, model=model)
+    for label, name in kept_as(run).items():
+        views[label] = partial(averaged_weights, optimizer, name, model=model)
     return views, returned_of(views)
 
 
-def memory_of(optimizer: Optimizer) -> tuple[int, dict[str, int]]:
-    """Bytes of its state: without averages kept beside it, and of each of those."""
-    if not isinstance(optimizer, Averages):
-        return sum(_bytes_by_key(optimizer).values()), {}
-    sizes, prefix = _bytes_by_key(optimizer), optimizer.format.prefix
-    own = sum(_bytes_by_key(optimizer.base).values())
-    parts = {
-        name: [f"{prefix}{name}_{part}" for part in optimizer.averages[name].parts] for name in optimizer
-    }
-    return own, {name: sum(sizes[key] for key in keys) for name, keys in parts.items()}
+def memory_of(run: Run, optimizer: Optimizer) -> tuple[int, dict[str, int]]:
+    """Return the bytes of an optimizer's state without averages kept beside it, and of each of those."""
+    sizes = _bytes_by_key(optimizer)
+    averages = averages_of(run)
+    beside = {}
+    for label, name in kept_as(run).items():
+        parts = [""] if name == "average" else [f"_{part}" for part in averages[label].parts]
+        beside[label] = sum(sizes.pop(f"{PREFIX}{name}{part}", 0) for part in parts)
+    return sum(sizes.values()), beside
 
 
 def _bytes_by_key(optimizer: Optimizer) -> Counter[str]:
     sizes: Counter[str] = Counter()
-    for state in optimizer.state.values():
+    for state in optimizer.state_dict()["state"].values():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 sizes[key] += value.nbytes
@@ -197,41 +258,32 @@ def check_methods(run: Run) -> None:
     model = nn.Linear(1, 1)
     optimizer = make_optimizer(run, model)
     make_schedule(run, optimizer, max(run.steps or 1000, 20))
-    if run.telemetry_every is not None:
-        pulling(optimizer)
-    base = optimizer.base if isinstance(optimizer, Averages) else optimizer
-    if isinstance(base, PACE):  # what one pass takes depends on the device, and the run's may be another
-        for group in base.param_groups:
+    if run.telemetry_every is not None and not is_steered(run.optimizer):
+        raise ConfigError(
+            f"telemetry_every reads what a control does; {run.optimizer} has none, and pace and push do"
+        )
+    if isinstance(optimizer, PACE):  # what one pass takes depends on the device, and the run's may be another
+        for group in optimizer.param_groups:
             group["fused"] = None
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)  # ScheduleFree+ divides by their sum
-    # Where torch looks at some settings for the first time.
+    # Where torch checks some settings for the first time.
     _called(run.optimizer, partial(optimizer.step, lambda: 1.0))
-
-
-def pulling(optimizer: Optimizer) -> PACE | Pullback:
-    """The optimizer whose pull can be looked at."""
-    base = optimizer.base if isinstance(optimizer, Averages) else optimizer
-    if not isinstance(base, PACE | Pullback):
-        raise ConfigError("telemetry_every looks at the pull of pace; this optimizer pulls nothing")
-    return base
 
 
 # --- Messages ---------------------------------------------------------------------------------------
 
 
-def _known(what: str, spec: str, table: Iterable[str]) -> tuple[str, list[Any], dict[str, Any]]:
-    check_spec(what, spec, tuple(table))
-    return parse_spec(spec)
-
-
 def _check_settings(name: str, settings: Mapping[str, Any], *makers: Callable[..., Any]) -> None:
-    known = [key for make in makers for key in inspect.signature(make).parameters]
+    """Raise ConfigError for a setting that none of these takes."""
+    known: Iterable[str] = [key for make in makers for key in inspect.signature(make).parameters]
+    known = [key for key in known if key not in ("params", "base", "optimizer", "averages", "lr")]
+    offered = [*known, *SETTINGS] if name == "pace" or name in BASES else known
     if "lr" in settings:
         raise ConfigError("the learning rate is a setting of the run (lr), not of the optimizer")
     for key in settings:
-        if key in ("params", "base") or key not in known:
-            raise ConfigError(f"{name} has no setting {key!r}{nearest(key, known)}")
+        if key not in known:
+            raise ConfigError(f"{name} has no setting {key!r}{nearest(key, offered)}")
 
 
 def _plain(name: str, key: str, value: Any) -> float | None:
@@ -241,7 +293,7 @@ def _plain(name: str, key: str, value: Any) -> float | None:
 
 
 def _called(name: str, make: Callable[[], T]) -> T:
-    """What a constructor gives; what it refuses, in one line."""
+    """Return what a constructor gives; say in one line what it refuses."""
     try:
         return make()
     except ConfigError:

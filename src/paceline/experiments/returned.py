@@ -54,7 +54,7 @@ def export(run: Path, step: int | None, weights: str | None, folder: Path) -> di
     model, write = model_of(described, place.parents[1] / "tokenizer")
     optimizer = make_optimizer(described, model)
     checkpoint.restore(model, optimizer, saved)
-    name, view = _view(make_views(optimizer, model), weights)
+    name, view = _view(make_views(described, optimizer, model), weights)
     with view():
         write(folder)
     about = {

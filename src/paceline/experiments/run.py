@@ -21,14 +21,16 @@ from typing import Any, Protocol
 
 from paceline.experiments import build, records
 from paceline.experiments.config import MAY_CHANGE, ConfigError, Run, as_mapping, make
-from paceline.experiments.methods import memory_of, pulling
+from paceline.experiments.methods import memory_of
+from paceline.experiments.naming import methods_of
+from paceline.experiments.steering import control_in
 from paceline.lm import checkpoint
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import locked, new_folder, remove_temporary
 from paceline.lm.loop import Evaluation, Progress, Step, train
 from paceline.lm.parallel import Ranks, joined
 from paceline.lm.throughput import operations_per_token, peak_of
-from paceline.optim.telemetry import pull_statistics, steps_taken
+from paceline.optim import pull_statistics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +209,6 @@ class _Running:
         self.progress = Progress()
         self.best: dict[str, Any] | None = None  # step and loss of the best checkpoint, by what is returned
         self.latest: dict[str, Any] | None = None  # the same of the latest evaluation
-        self.pulling = pulling(job.trainee.optimizer) if run.telemetry_every is not None else None
         trainee = job.trainee
         self.ranks = trainee.ranks
         peak = peak_of(trainee.device)
@@ -258,7 +259,15 @@ class _Running:
         about = {"time": time.time(), "step": self.progress.step, **records.environment()}
         self.timing.write("begin", about if self.ranks.size == 1 else {**about, "ranks": self.ranks.size})
         if anew:
-            about = {"config": as_mapping(self.run), "environment": records.environment(), **self.job.facts}
+            control = control_in(self.run.optimizer)
+            about = {
+                "config": as_mapping(self.run),
+                "methods": methods_of(self.run, self.job.trainee.views.keys()),
+                "returned": self.job.returned,
+                "control": None if control is None else asdict(control),
+                "environment": records.environment(),
+                **self.job.facts,
+            }
             self.records.write("run", about)
             self.records.flush()
 
@@ -299,7 +308,7 @@ class _Running:
             self.ranks.together(lambda: None)
         if number:
             raise Interrupted(number, progress.step)
-        own, beside = memory_of(self.job.trainee.optimizer)
+        own, beside = memory_of(self.run, self.job.trainee.optimizer)
         self._end("finished", optimizer_bytes=own, average_bytes=beside)
 
     @contextmanager
@@ -330,10 +339,9 @@ class _Running:
             self.timing.write("speed", {"time": time.time(), "step": record.step, **self.clock.speed()})
             self.records.flush()
             self.timing.flush()
-        elif self.pulling is not None and not record.skipped:
-            assert self.run.telemetry_every is not None
-            if steps_taken(self.pulling) % self.run.telemetry_every == 0:
-                self.records.write("telemetry", {"step": record.step, **pull_statistics(self.pulling)})
+        elif self.run.telemetry_every and record.step % self.run.telemetry_every == 0 and not record.skipped:
+            figures = pull_statistics(self.job.trainee.optimizer)
+            self.records.write("telemetry", {"step": record.step, **figures})
 
     def _save(self) -> Iterator[Event]:
         """Write a checkpoint, unless there is one already; a disk that fails once may work again."""

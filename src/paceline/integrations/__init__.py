@@ -1,1 +1,1 @@
-"""Paceline inside the trainers people use: one module for each, imported on its own."""
+"""PACE in other trainers. Each module needs the package it integrates with, and is imported by name."""

@@ -1,7 +1,7 @@
 """PACE in the Trainer of transformers and in those built on it, such as TRL's SFTTrainer.
 
-The Trainer shows the average while it evaluates and saves whatever the parameters hold afterwards: the
-average if an evaluation has just run, live otherwise. The callback here makes one rule of it.
+The Trainer saves the weights that the parameters hold. Without the callback of this module these are the
+average after an evaluation, and live weights at other times.
 """
 
 import logging
@@ -11,38 +11,38 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from paceline.optim import PACE, averaged_weights, save_averaged
-from paceline.optim.weights import keeper_of, unknown_parameters
+from paceline.optim import PACE, save_averaged
+from paceline.optim.weights import keeper_of
 
 logger = logging.getLogger(__name__)
 
 
 def pace_for_trainer(args: TrainingArguments, **settings: Any) -> tuple[type[PACE], dict[str, Any]]:
-    """What a Trainer takes as `optimizer_cls_and_kwargs` to train with PACE.
+    """Return what a Trainer takes as `optimizer_cls_and_kwargs` to train with PACE.
 
-    Learning rate, betas, eps and weight decay are those of the training arguments, as for its AdamW; the
-    Trainer leaves norms and biases without weight decay.
+    Learning rate, betas, eps and weight decay are those of the training arguments, as for AdamW.
 
     Arguments:
-        args: the arguments the Trainer gets.
-        settings: others of `PACE`, by name.
+        args: the arguments of the Trainer.
+        settings: further settings of `PACE`, by name.
 
+    >>> from paceline import Control
     >>> from transformers import TrainingArguments
     >>> args = TrainingArguments("out", learning_rate=1e-3, use_cpu=True)
-    >>> pace_for_trainer(args, return_power=0.8)[1]
-    {'lr': 0.001, 'betas': (0.9, 0.999), 'eps': 1e-08, 'return_power': 0.8}
+    >>> kind, settings = pace_for_trainer(args, control=Control.push())
+    >>> settings["lr"], settings["control"].strength
+    (0.001, -0.5)
     """
     if "weight_decay" in settings:
         raise ValueError(
-            f"Invalid weight_decay={settings['weight_decay']}: the Trainer sets it for each of its parameter "
-            "groups; give it to TrainingArguments"
+            f"Invalid weight_decay value: {settings['weight_decay']}; give it to TrainingArguments, because "
+            "the Trainer sets it for each of its parameter groups"
         )
     from_args = {
         "lr": args.learning_rate,
@@ -54,23 +54,21 @@ def pace_for_trainer(args: TrainingArguments, **settings: Any) -> tuple[type[PAC
 
 @final
 class AveragedModelCallback(TrainerCallback):
-    """Evaluate, keep and return the average; train and resume from live, whatever runs when.
+    """The callback that evaluates, saves and returns the average, and trains and resumes from live.
 
     * Evaluation runs on the average.
-    * `checkpoint-N/` holds live weights, from which training resumes, and `checkpoint-N/averaged/` the
-      average, for `from_pretrained`. Of a PEFT model that is a folder for each adapter:
-      `checkpoint-N/averaged/default/`. (In a hyperparameter search there is no `averaged/`.)
-    * After training the model holds the average, that of the best checkpoint with
-      `load_best_model_at_end`: this is what `trainer.evaluate()` and `trainer.save_model()` use.
+    * `checkpoint-N/` holds live weights, from which training resumes. `checkpoint-N/averaged/` holds the
+      average, for `from_pretrained`. For a PEFT model it has a folder for each adapter.
+    * After training the model holds the average. With `load_best_model_at_end` it is that of the best
+      checkpoint. `trainer.evaluate()` and `trainer.save_model()` use it.
 
-    For any optimizer of paceline, on one device, under DDP and under DeepSpeed's ZeRO-1 and 2, which is for
-    gains of each weight alone (`gain="paper"`). ZeRO-3 and FSDP are refused.
+    It works with `PACE` and with any optimizer that `attach` was called on, on one device and under DDP.
 
     .. code-block:: python
 
         trainer = Trainer(
             model, args, train_dataset=data, eval_dataset=held_out,
-            optimizer_cls_and_kwargs=pace_for_trainer(args),
+            optimizer_cls_and_kwargs=pace_for_trainer(args, control=Control.push()),
             callbacks=[AveragedModelCallback()],
         )
     """
@@ -81,22 +79,23 @@ class AveragedModelCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse what would end with other weights than the average, before the first step."""
-        reason = _refusal(args, kwargs["model"], kwargs["optimizer"])
+        """Raise ValueError before the first step if the run could not end with the average."""
+        optimizer = _inside(kwargs["optimizer"])
+        reason = _unsupported(args, kwargs["model"], optimizer)
         if reason:
             raise ValueError(f"AveragedModelCallback: {reason}")
-        zero = _zero_of(kwargs["optimizer"])
-        if zero is not None:
-            # What is trained is a flat copy, of which each rank has a part; the model is to have the whole.
-            keeper_of(zero).after_exchange = zero.update_lp_params  # type: ignore[attr-defined]
+        if not isinstance(optimizer, PACE):
+            # The Trainer calls these two around an evaluation, if an optimizer has them.
+            keeper = keeper_of(optimizer)
+            optimizer.eval, optimizer.train = keeper.show, keeper.hide  # type: ignore[attr-defined]
         self._training = True
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put live back: a checkpoint may be saved next, without another event before it."""
+        """Restore live weights, because a checkpoint may be saved next."""
         if self._training:
-            keeper_of(kwargs["optimizer"]).train()
+            keeper_of(kwargs["optimizer"]).hide()
 
     def on_predict(
         self,
@@ -106,100 +105,76 @@ class AveragedModelCallback(TrainerCallback):
         metrics: Any,
         **kwargs: Any,
     ) -> None:
-        """As after an evaluation."""
+        """Restore live weights after a prediction within training."""
         self.on_evaluate(args, state, control, **kwargs)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put the average beside the checkpoint that was just saved."""
+        """Save the average inside of the checkpoint that was just saved."""
         if state.is_hyper_param_search:
-            return  # the folder has a name that is not told here
+            return  # a callback does not get the name of its folder
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         partial = checkpoint / "averaged.partial"
-        # The Trainer, resuming, takes every folder right inside a checkpoint for another adapter to load,
-        # and then leaves out the one in the checkpoint itself.
+        # On resume the Trainer loads each folder directly inside of a checkpoint as an adapter.
         is_adapter = (checkpoint / "adapter_config.json").is_file()
         inside = partial / "default" if is_adapter else partial
-        if _zero_of(kwargs["optimizer"]) is None:
-            save_averaged(kwargs["model"], kwargs["optimizer"], inside)
-        else:
-            with averaged_weights(kwargs["optimizer"]):  # on every rank: it is collective
-                if state.is_world_process_zero:
-                    kwargs["model"].save_pretrained(inside)
+        save_averaged(kwargs["model"], kwargs["optimizer"], inside)
         if state.is_world_process_zero:
             if kwargs["processing_class"] is not None:
                 kwargs["processing_class"].save_pretrained(inside)
             whole = checkpoint / "averaged"
-            shutil.rmtree(whole, ignore_errors=True)  # of a run that came this far before
+            shutil.rmtree(whole, ignore_errors=True)  # from an earlier run to this step
             os.replace(partial, whole)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the average in the model, and say so."""
+        """Leave the average in the model, and log that."""
         optimizer: Optimizer = kwargs["optimizer"]
         of = "the last step"
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            # The Trainer has loaded the live weights of that checkpoint. Load its average too.
             best = Path(state.best_model_checkpoint)
+            saved = torch.load(best / "optimizer.pt", map_location="cpu", weights_only=True)
+            optimizer.load_state_dict(saved)
             of = best.name
-            # The Trainer has loaded the live weights of that checkpoint; its average goes with them. (Under
-            # DeepSpeed both are loaded.)
-            if _zero_of(optimizer) is None:
-                saved = torch.load(best / "optimizer.pt", map_location="cpu", weights_only=True)
-                optimizer.load_state_dict(saved)
-        keeper_of(optimizer).eval()
+        keeper_of(optimizer).show()
         self._training = False
         if state.is_world_process_zero:
             logger.warning(
                 "The model holds the average of its weights as of %s; evaluate() and save_model() use it. "
-                "Live weights come back when training goes on.",
+                "Live weights come back when training continues.",
                 of,
             )
 
 
-def _zero_of(optimizer: Optimizer) -> Any:
-    """DeepSpeed's optimizer around ours, if there is one."""
-    return optimizer.optimizer if isinstance(optimizer, DeepSpeedOptimizerWrapper) else None
+def _inside(optimizer: Any) -> Optimizer:
+    """Return the optimizer that Accelerate has wrapped."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    assert isinstance(optimizer, Optimizer)
+    return optimizer
 
 
-def _refusal(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) -> str | None:
-    """Why this run cannot be evaluated on and end with its average, if it cannot."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return "FSDP1 hides the parameters; use DDP"
-    keeper = keeper_of(optimizer)
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    zero = _zero_of(optimizer)
-    if zero is not None:
-        return _refusal_under_deepspeed(zero)
-    if any(isinstance(parameter, DTensor) for parameter in trained):
-        return "parameters sharded by FSDP2 are not supported in the Trainer yet; use DDP"
-    if {*map(id, trained)} - {*map(id, model.parameters())}:
-        return f"{type(keeper).__name__} trains parameters that are not the model's own"
-    if unknown := unknown_parameters([keeper], model):
+def _unsupported(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) -> str | None:
+    """Return why a run cannot be evaluated on its average and end with it, or None."""
+    kind = AcceleratorState().distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        return f"{kind.value} is not supported in the Trainer yet; use DDP"
+    known = {id(parameter) for group in keeper_of(optimizer).groups for parameter in group["params"]}
+    named = dict(model.named_parameters())
+    if known - {id(parameter) for parameter in named.values()}:
+        return f"{type(optimizer).__name__} trains parameters that are not the model's own"
+    unknown = [name for name, p in named.items() if p.requires_grad and id(p) not in known]
+    if unknown:
         return (
-            f"{type(keeper).__name__} does not train {len(unknown)} trainable parameter(s) of the model, "
-            f"first '{unknown[0]}', so there is no average of them; freeze them or give them to it"
+            f"{type(optimizer).__name__} does not train {len(unknown)} trainable parameter(s) of the model, "
+            f"first {unknown[0]!r}, so there is no average of them; freeze them or give them to it"
         )
     if args.load_best_model_at_end and args.save_only_model:
         return (
-            "load_best_model_at_end=True with save_only_model=True: the best average is loaded from "
-            "optimizer.pt, which is then not saved"
+            "load_best_model_at_end=True loads the best average from optimizer.pt, which "
+            "save_only_model=True leaves out"
         )
-    return None
-
-
-def _refusal_under_deepspeed(zero: Any) -> str | None:
-    if not hasattr(zero, "update_lp_params"):
-        return (
-            f"DeepSpeed's {type(zero).__name__} hides the parameters, so that the model could not be given "
-            "their average; use ZeRO stage 1 or 2, or DDP"
-        )
-    for group in zero.param_groups:
-        pulls = group.get("pullback_strength") != 0 and group.get("gain") == "scaled"
-        if pulls:
-            return (
-                f'gain="{group["gain"]}" needs sums over the whole model, of which DeepSpeed shows a rank '
-                'its own part only; use pace_for_trainer(args, gain="paper")'
-            )
     return None

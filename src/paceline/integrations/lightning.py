@@ -1,39 +1,41 @@
-"""PACE in Lightning's Trainer. Fabric needs nothing of this: docs/lightning.md.
+"""PACE in Lightning's Trainer. Fabric needs no integration.
 
-A checkpoint follows the convention of Lightning's own WeightAveraging: `state_dict` is the average, so that
-`load_from_checkpoint` and other tools return it, and live weights are beside it, to resume from.
+A checkpoint follows the convention of Lightning's own WeightAveraging: `state_dict` is the average, which
+`load_from_checkpoint` and other tools read. Live weights are stored next to it, to resume from.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
 from typing import Any, final
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from paceline.optim.averaging import Averaging
-from paceline.optim.weights import keeper_of
+from paceline.optim.attach import PREFIX
+from paceline.optim.checkpoint import with_live
+from paceline.optim.weights import Keeper, has_keeper, keeper_of
 
 
 @final
 class AveragedModelCallback(Callback):
-    """Validate, keep and return the average; train and resume from live, whatever runs when.
+    """The callback that validates, saves and returns the average, and trains and resumes from live.
 
     * Validation, test and prediction run on the average.
-    * `state_dict` of every checkpoint is the average, also with `save_weights_only=True`. The live weights
-      are beside it, as `current_model_state`; `trainer.fit(..., ckpt_path=...)` goes on from them to the bit.
-    * After `trainer.fit` the module holds the average. Another `trainer.fit` goes on from live, unless other
-      weights were loaded in between.
+    * `state_dict` of every checkpoint is the average, also with `save_weights_only=True`. Live weights are
+      stored as `current_model_state`. `trainer.fit(..., ckpt_path=...)` resumes from them, bit for bit.
+    * After `trainer.fit` the module holds the average. Another `trainer.fit` continues from live, unless
+      other weights were loaded in between.
 
-    Its place in the list of callbacks does not matter: it puts itself first. For any optimizer of paceline,
-    one or several, on one device or under DDP; strategies that shard or hide parameters are refused.
+    It works with `PACE` and with optimizers that `attach` was called on, one or several, on one device and
+    under DDP. Its place in the list of callbacks does not matter.
 
     .. code-block:: python
 
@@ -43,45 +45,52 @@ class AveragedModelCallback(Callback):
     """
 
     def __init__(self) -> None:
-        # Of parameters left with the average in them; torch counts changes in place.
+        # Versions of the parameters when they were left with the average; torch counts changes in place.
         self._left_as: list[int] = []
 
-    # --- Which weights the module holds -----------------------------------------------------------
+    # --- Which weights the module holds -------------------------------------------------------------------
 
+    @torch.no_grad()
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Come before all other callbacks; go on from live after an earlier fit."""
+        """Move to the front of the callbacks, and restore live weights after an earlier fit."""
         if stage != "fit":
             return
-        _refuse(_refusal_of(trainer))
-        # First to show the average and to put live back, so that others see one rule, in any order.
+        _refuse(_unsupported(trainer))
+        # In front, so that all other callbacks see the same weights, in any order.
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
         _save_average(trainer.strategy)
-        earlier = [keeper for keeper in _keepers(trainer.optimizers) if not _foreign(keeper, pl_module)]
-        if [parameter._version for parameter in _trained(earlier)] == self._left_as:
+        own = {id(parameter) for parameter in pl_module.parameters()}
+        earlier = [k for k in _keepers(trainer.optimizers) if own.issuperset(map(id, _trained([k])))]
+        trained = _trained(earlier)
+        loaded = [p.detach().clone() for p in trained] if _versions(trained) != self._left_as else []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about loaded weights, which are copied back below
             _show_live(earlier)
+        for parameter, weights in zip(trained, loaded, strict=False):
+            parameter.copy_(weights)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what would end with other weights than the average, before the first step."""
-        _refuse(_refusal_of_optimizers(trainer, pl_module))
+        """Raise ValueError before the first step if the fit could not end with the average."""
+        _refuse(_unsupported_optimizers(trainer, pl_module))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the average, until the last hook of a validation has run."""
+        """Show the average. A later hook restores live weights, after all hooks of the validation."""
         if _fits(trainer):
             _show_average(_keepers(trainer.optimizers))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put live back after the sanity check."""
+        """Restore live weights after the sanity check."""
         _show_live(_keepers(trainer.optimizers))
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Put live back after a validation within the epoch."""
+        """Restore live weights after a validation within the epoch."""
         _show_live(_keepers(trainer.optimizers))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put live back after the validation of the epoch, for all that run at its end."""
+        """Restore live weights after the validation of the epoch, before other hooks of its end."""
         _show_live(_keepers(trainer.optimizers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -89,15 +98,15 @@ class AveragedModelCallback(Callback):
         self._leave_average(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """As at the end: what is left of a run that was interrupted is tested and saved like any other."""
+        """Leave the average in the module, for tests and saves after an interrupt."""
         if _fits(trainer):
             self._leave_average(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Say which weights the module holds."""
+        """Log which weights the module holds."""
         if stage != "fit":
             return
-        self._leave_average(trainer)  # a fit without a step to take has no on_train_end
+        self._leave_average(trainer)  # a fit without a step has no on_train_end
         rank_zero_info(
             "The module holds the average of its weights; test, predict and save_checkpoint use it. "
             "Live weights come back when this Trainer fits it again."
@@ -106,36 +115,34 @@ class AveragedModelCallback(Callback):
     def _leave_average(self, trainer: Trainer) -> None:
         keepers = _keepers(trainer.optimizers)
         _show_average(keepers)
-        self._left_as = [parameter._version for parameter in _trained(keepers)]
+        self._left_as = _versions(_trained(keepers))
 
-    # --- Checkpoints ------------------------------------------------------------------------------
+    # --- Checkpoints --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Not empty: Lightning then warns whoever resumes without this callback."""
+        """Return a note, which makes Lightning warn a user who resumes without this callback."""
         return {"state_dict": "average", "current_model_state": "live"}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put live weights beside the average, which is in `state_dict` already."""
-        optimizers = [_inside(optimizer) for optimizer in trainer.optimizers]
-        keepers = [optimizer for optimizer in optimizers if isinstance(optimizer, Averaging)]
+        """Add live weights to a checkpoint. Its `state_dict` is the average already."""
+        keepers = _keepers(trainer.optimizers)
         if not keepers:
-            return  # of a Trainer that has not trained
+            return  # the Trainer has not trained
         live = {id(tensor): live for keeper in keepers for tensor, live in keeper.live_weights()}
         checkpoint["current_model_state"] = _with(live, checkpoint["state_dict"], pl_module)
         checkpoint["averaging_state"] = {}  # all of it is in optimizer_states
-        # They then bring live weights along by themselves, where something resumes without callbacks: as
-        # Lightning's own search for a learning rate does.
+        # With these a checkpoint restores live even where it is loaded without this callback.
         checkpoint["optimizer_states"] = [
-            optimizer.with_live(state) if isinstance(optimizer, Averaging) else state
-            for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True)
+            _state_with_live(optimizer, state)
+            for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True)
         ]
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on from live: Lightning has just put `state_dict` into the module; optimizers come next."""
+        """Load live weights in place of `state_dict`, which Lightning has just loaded."""
         if _fits(trainer) and "current_model_state" in checkpoint:
             pl_module.load_state_dict(checkpoint["current_model_state"], strict=pl_module.strict_loading)
 
@@ -144,67 +151,67 @@ def _fits(trainer: Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING
 
 
-def _inside(optimizer: object) -> object:
-    """The optimizer itself, of which a wrapper may have been given."""
-    try:
-        return keeper_of(optimizer)
-    except TypeError:
-        return optimizer
+def _keepers(optimizers: Iterable[Optimizer]) -> list[Keeper]:
+    """Return the keepers of those optimizers that keep an average."""
+    return [keeper_of(optimizer) for optimizer in optimizers if has_keeper(optimizer)]
 
 
-def _keepers(optimizers: Iterable[object]) -> list[Averaging]:
-    """Those of paceline."""
-    return [inside for inside in map(_inside, optimizers) if isinstance(inside, Averaging)]
+def _trained(keepers: Iterable[Keeper]) -> list[Tensor]:
+    return [p for keeper in keepers for group in keeper.groups for p in group["params"]]
 
 
-def _trained(keepers: Iterable[Averaging]) -> list[Tensor]:
-    return [p for keeper in keepers for group in keeper.param_groups for p in group["params"]]
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
 
-def _foreign(keeper: Averaging, module: LightningModule) -> bool:
-    """Whether it trains parameters that are not the module's own."""
-    return bool({id(parameter) for parameter in _trained([keeper])} - {*map(id, module.parameters())})
-
-
-def _show_average(keepers: Iterable[Averaging]) -> None:
+def _show_average(keepers: Iterable[Keeper]) -> None:
     for keeper in keepers:
-        keeper.eval()
+        keeper.show()
 
 
-def _show_live(keepers: Iterable[Averaging]) -> None:
+def _show_live(keepers: Iterable[Keeper]) -> None:
     for keeper in keepers:
-        keeper.train()
+        keeper.hide()
 
 
 def _save_average(strategy: Strategy) -> None:
-    """From here on, have the Trainer take the average for `state_dict` of its checkpoints.
-
-    Callbacks are not asked when weights alone are saved, so it is done where the Trainer asks for weights.
-    """
+    """Make the Trainer use the average as `state_dict` of its checkpoints."""
+    # No hook runs if only weights are saved. So this replaces the method from which the Trainer gets them.
     own = strategy.lightning_module_state_dict
-    if not isinstance(own, partial):  # by an earlier fit
+    if not isinstance(own, partial):  # an earlier fit may have replaced it
         strategy.lightning_module_state_dict = partial(_averaged_state, strategy, own)  # type: ignore[method-assign]
 
 
 def _averaged_state(strategy: Strategy, module_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     module = strategy.lightning_module
     assert module is not None
-    averages = (pair for keeper in _keepers(strategy.optimizers) for pair in keeper.returned_averages())
-    # In the precision of the parameter: what the model computes with when it shows the average.
+    averages = (pair for keeper in _keepers(strategy.optimizers) for pair in keeper.averages())
+    # In the precision of the parameter, with which the model computes when it shows the average.
     shown = {id(tensor): average.to(tensor) for tensor, average in averages}
     return _with(shown, module_state(), module)
 
 
 def _with(tensors: dict[int, Tensor], state: dict[str, Any], module: LightningModule) -> dict[str, Any]:
-    """A state of the module with these tensors, by the id of the parameter, in place of its own."""
-    replaced = copy(state)  # with the versions of modules, which torch keeps beside the entries
+    """Return a copy of a module's state in which these tensors replace those of the parameters.
+
+    The keys of `tensors` are the ids of parameters.
+    """
+    replaced = copy(state)  # keeps torch's attribute _metadata
     for name, value in module.state_dict(keep_vars=True).items():
         if id(value) in tensors:
             replaced[name] = tensors[id(value)].detach()
     return replaced
 
 
-# --- What is refused ------------------------------------------------------------------------------
+def _state_with_live(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    if not has_keeper(optimizer):
+        return state
+    attached = any(PREFIX + "step" in entries for entries in state["state"].values())
+    found: dict[str, Any] = with_live(optimizer, keeper_of(optimizer), state, PREFIX if attached else "")
+    return found
+
+
+# --- What is refused ------------------------------------------------------------------------------------
 
 
 def _refuse(reason: str | None) -> None:
@@ -212,11 +219,10 @@ def _refuse(reason: str | None) -> None:
         raise ValueError(f"AveragedModelCallback: {reason}")
 
 
-def _refusal_of(trainer: Trainer) -> str | None:
-    """Why this Trainer cannot validate and keep the average, if it cannot."""
+def _unsupported(trainer: Trainer) -> str | None:
+    """Return why this Trainer cannot validate and keep the average, or None."""
     if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-        name = type(trainer.strategy).__name__
-        return f"strategy {name} shards or hides the parameters, so their average cannot be shown; use DDP"
+        return f"{type(trainer.strategy).__name__} is not supported in Lightning yet; use DDP"
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             name = type(callback).__name__
@@ -224,23 +230,21 @@ def _refusal_of(trainer: Trainer) -> str | None:
     return None
 
 
-def _refusal_of_optimizers(trainer: Trainer, module: LightningModule) -> str | None:
-    """Why the average of these optimizers cannot be shown and saved, if it cannot."""
-    keepers = _keepers(trainer.optimizers)
-    if not keepers:
+def _unsupported_optimizers(trainer: Trainer, module: LightningModule) -> str | None:
+    """Return why the average of these optimizers cannot be shown and saved, or None."""
+    if not _keepers(trainer.optimizers):
         names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
         return (
-            f"no optimizer of configure_optimizers keeps an average (it returned: {names}); return one of "
-            "paceline, e.g. paceline.PACE(self.parameters(), lr=1e-3)"
+            f"no optimizer of configure_optimizers keeps an average (it returned: {names}); return "
+            "paceline.PACE(self.parameters(), lr=1e-3), or call paceline.attach on yours"
         )
+    own = {id(parameter) for parameter in module.parameters()}
     saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
-    for keeper in keepers:
-        name, trained = type(keeper).__name__, _trained([keeper])
-        if any(isinstance(parameter, DTensor) for parameter in trained):
-            return f"{name} trains sharded parameters (DTensor), which are not supported in Lightning yet"
-        if _foreign(keeper, module):
+    for optimizer in filter(has_keeper, trainer.optimizers):
+        name, trained = type(optimizer).__name__, _trained([keeper_of(optimizer)])
+        if not own.issuperset(map(id, trained)):
             return f"{name} trains parameters that are not the module's own"
-        missing = [p for p in trained if p.requires_grad and not is_lazy(p) and id(p) not in saved]
+        missing = [p for p in trained if p.requires_grad and id(p) not in saved]
         if missing:
             return (
                 f"{len(missing)} parameter(s) that {name} trains do not appear in the module's "

@@ -1,4 +1,4 @@
-"""What the engine trains on: samples, their order, and batches of them."""
+"""Samples to train on, their order, and batches of them."""
 
 import hashlib
 import os
@@ -24,31 +24,31 @@ Numbers = NDArray[np.int64]
 
 
 class Batch(NamedTuple):
-    """Samples side by side."""
+    """Samples of equal length, stacked."""
 
     tokens: Tensor  # (batch, length) int64
     targets: Tensor  # (batch, length) int64: the next token, or IGNORED
     positions: Tensor | None  # (batch, length) int64: place of each token in its example; None: 0, 1, 2, …
 
     def to(self, device: torch.device) -> "Batch":
-        """On another device, without waiting for the copy."""
+        """Return a copy on another device. The copy may still be under way."""
         return self._each(lambda part: part.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """In memory from which a GPU copies by itself."""
+        """Return a copy in pinned memory, from which a GPU copies without the CPU."""
         return self._each(Tensor.pin_memory)
 
     def split(self, size: int) -> "list[Batch]":
-        """Parts of that many samples, the last perhaps smaller."""
+        """Return parts of `size` samples; the last may be smaller."""
         places = range(0, len(self.tokens), size)
         return [self._each(lambda part, at=at: part[at : at + size]) for at in places]  # type: ignore[misc]
 
     def at(self, places: range) -> "Batch":
-        """The samples at these places."""
+        """Return the samples in these rows."""
         return self._each(lambda part: part[places.start : places.stop])
 
-    def silent(self) -> "Batch":
-        """The same without targets: nothing is learned from it."""
+    def without_targets(self) -> "Batch":
+        """Return a batch of the same tokens without targets, so that its loss is 0."""
         return self._replace(targets=torch.full_like(self.targets, IGNORED))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -56,45 +56,45 @@ class Batch(NamedTuple):
         return Batch(change(self.tokens), change(self.targets), positions)
 
     def target_count(self) -> int:
-        """How many targets take part in the loss."""
+        """Return how many targets take part in the loss."""
         return int((self.targets != IGNORED).sum())
 
     def digest(self, before: str) -> str:
-        """Of these tokens and targets, after others with that digest."""
-        # A checksum of the many bytes, at the speed of memory; a hash of the few that it leaves.
+        """Return a digest of these tokens and targets and of the digest of all batches before them."""
+        # The checksum is as fast as memory. The hash is slow, and gets only the checksums.
         sums = [zlib.crc32(np.ascontiguousarray(part.numpy()).data) for part in (self.tokens, self.targets)]
         return hashlib.blake2b(f"{before} {sums}".encode(), digest_size=8).hexdigest()
 
 
 class Samples(Protocol):
-    """Sequences of equal length, known by number."""
+    """Sequences of equal length, numbered from 0."""
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all that the samples depend on."""
+        """The sha256 of all that the samples depend on."""
 
     @property
     def vocabulary(self) -> int:
-        """All token ids are below it."""
+        """The size of the vocabulary: all token ids are below it."""
 
     @property
     def length(self) -> int:
-        """Tokens of a sample."""
+        """The number of tokens in a sample."""
 
     def __len__(self) -> int: ...
 
     def batch(self, numbers: Sequence[int] | Numbers) -> Batch:
-        """These samples, in this order."""
+        """Return the samples of these numbers, in this order."""
 
 
 # --- Order ----------------------------------------------------------------------------------------
 
 
 def numbers_at(step: int, *, batch_size: int, samples: int, seed: int) -> Numbers:
-    """The samples of a step: a pure function, so that a run goes on in the same order from any step.
+    """Return the numbers of the samples of a step.
 
-    The order is that of one shuffled epoch after the other; every sample comes once in each. A batch
-    may hold the end of one epoch and the beginning of the next.
+    It is a pure function, so that a run can resume at any step with the same order. Epochs are shuffled
+    separately, and every sample comes once in each. A batch may end one epoch and begin the next.
 
     >>> numbers_at(0, batch_size=3, samples=5, seed=0), numbers_at(1, batch_size=3, samples=5, seed=0)
     (array([2, 0, 4]), array([1, 3, 4]))
@@ -112,11 +112,12 @@ _ROUNDS = 6
 
 
 def _shuffled(places: Numbers, size: int, seed: int, epoch: int) -> Numbers:
-    """Where each place of an epoch points to: a permutation of range(size), computed place by place.
+    """Return the sample number at each of these places of an epoch: a permutation of range(size).
 
-    A Feistel network permutes the numbers of an even count of bits; what lands outside of the range is
-    sent through again until it lands inside. No table is kept, and no library's generator decides.
+    A Feistel network permutes all numbers with an even count of bits. A result outside of the range is
+    permuted again until it is inside.
     """
+    # No table takes memory, and the order does not change with a library's random generator.
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
     keys = _mixed(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(_ROUNDS * epoch) + _mixed_seed(seed))
@@ -136,7 +137,7 @@ def _mixed_seed(seed: int) -> np.uint64:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each number spread over all 64 bits (the finalizer of SplitMix64)."""
+    """Return a 64-bit hash of each number (the finalizer of SplitMix64)."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -148,7 +149,7 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class _Batches(torch.utils.data.Dataset[Batch]):
-    """The batches of a run, known by step."""
+    """The batches of a run, indexed by step."""
 
     def __init__(self, samples: Samples, numbers: Callable[[int], Numbers]) -> None:
         self.samples, self.numbers = samples, numbers
@@ -157,10 +158,18 @@ class _Batches(torch.utils.data.Dataset[Batch]):
         return self.samples.batch(self.numbers(step))
 
 
-def load(
+def load_batches(
     samples: Samples, numbers: Callable[[int], Numbers], steps: range, *, workers: int, pinned: bool
 ) -> Iterator[Batch]:
-    """The batches of these steps, read ahead by worker processes if there are any; the order is the same."""
+    """Yield the batches of these steps, in order.
+
+    Arguments:
+        samples: what batches are made of.
+        numbers: returns the sample numbers of a step.
+        steps: the steps to read.
+        workers: processes that read ahead; 0: none.
+        pinned: return batches in pinned memory. Without workers, a thread reads one batch ahead.
+    """
     batches = _Batches(samples, numbers)
     if workers:
         ending = RawValue("b", 0)
@@ -172,19 +181,19 @@ def load(
                 num_workers=workers,
                 pin_memory=pinned,
                 timeout=60,
-                generator=torch.Generator(),  # else it would draw from the one that dropout uses
-                worker_init_fn=partial(_read_on, ending),
+                generator=torch.Generator(),  # the default one belongs to dropout
+                worker_init_fn=partial(_ignore_signals, ending),
             )
         except Exception as error:
-            why = (str(error).strip() or repr(error)).splitlines()[-1]  # below the traceback of a worker
-            raise RuntimeError(f"a process that reads data ahead failed: {why}") from error
+            why = (str(error).strip() or repr(error)).splitlines()[-1]  # after a worker's traceback
+            raise RuntimeError(f"a worker process that reads data failed: {why}") from error
         finally:
             ending.value = 1
         return
     if not pinned:
         yield from (batches[step] for step in steps)
         return
-    # A thread reads the next batch while the GPU is at work on this one.
+    # A thread reads the next batch while the GPU works on this one.
     with ThreadPoolExecutor(1) as reader:
         ahead: deque[Future[Batch]] = deque()
         for step in steps:
@@ -195,9 +204,9 @@ def load(
             yield ahead.popleft().result()
 
 
-def _read_on(ending: Any, worker: int) -> None:
-    """Keep a worker alive when a signal asks a whole group of processes to stop: the run needs it for the
-    end of its step, and is saved after that."""
+def _ignore_signals(ending: Any, worker: int) -> None:
+    """Keep a worker alive when a signal stops its process group, until `ending` is set."""
+    # The run finishes its step before it is saved, and needs its worker for that.
 
     def take(number: int, frame: FrameType | None) -> None:
         if ending.value:
@@ -208,7 +217,7 @@ def _read_on(ending: Any, worker: int) -> None:
 
 
 class First:
-    """The first samples of others."""
+    """The first `count` of other samples."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self._count = samples, min(count, len(samples))
@@ -219,5 +228,5 @@ class First:
         return self._count
 
     def batch(self, numbers: Sequence[int] | Numbers) -> Batch:
-        """These samples, in this order."""
+        """Return the samples of these numbers, in this order."""
         return self._samples.batch(numbers)

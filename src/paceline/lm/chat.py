@@ -1,4 +1,4 @@
-"""Conversations: written out with a chat template, the assistant's tokens marked, packed into samples.
+"""Conversations: rendered with a chat template, tokenized, and packed into samples.
 
 .. code-block:: text
 
@@ -6,9 +6,9 @@
         │ render    <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎Hello!<|im_end|>⏎
         │ learn                                                         ^^^^^^^^^^^^^^^^
         ▼ pack      into the first sample with room; positions begin again with each conversation
-    folder/  manifest.json    what it was made of, what became of it, size and sha256 of the samples
-             samples.bin      raw little-endian int32; of each sample three rows of its length: tokens, their
-                              positions in their conversations, and 1 where a token is the assistant's
+    folder/  manifest.json    source, settings, report, and the sha256 of the samples
+             samples.bin      raw little-endian int32; three rows for each sample: tokens, their positions in
+                              their conversations, and 1 where a token is the assistant's
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from paceline.lm.files import new_folder, plain_file, sha256_of, write_atomicall
 
 FORMAT = 1
 ROLES = ("system", "user", "assistant")
-_BATCH = 512  # conversations tokenized at once: enough for all cores
+_BATCH = 512  # conversations tokenized in one call: enough for all cores
 _INT32 = np.dtype("<i4")
 _BEGIN, _END = itemgetter(0), itemgetter(1)
 
@@ -45,14 +45,18 @@ Rows = Iterable[tuple[str, Mapping[str, Any]]]
 
 
 def chat_rows(*paths: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of files of JSON lines, packed or not, each with the words for where it is."""
+    """Yield the rows of JSON lines files, compressed or not, each with its place for error messages."""
     for path in paths:
         for number, row in read_rows(path):
             yield f"{path}, line {number}", row
 
 
 def messages_of(row: Mapping[str, Any], where: str) -> list[Message]:
-    """The messages of a row, role and content alone; ValueError for a row that is no conversation."""
+    """Return role and content of the messages of a row.
+
+    Raises:
+        ValueError: the row is not a conversation.
+    """
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         has = ", ".join(row) or "nothing"
@@ -75,18 +79,18 @@ def messages_of(row: Mapping[str, Any], where: str) -> list[Message]:
 
 
 class Rendered(NamedTuple):
-    """A conversation written out, and where in it the assistant's words are."""
+    """The text of a conversation, and the spans of the assistant's words in it."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
 class Example(NamedTuple):
-    """A conversation as tokens."""
+    """The tokens of a conversation."""
 
     tokens: NDArray[np.int32]
-    learned: NDArray[np.bool_]  # the assistant's
-    merged: int  # tokens that are the assistant's only in part, and so are not learned
+    learned: NDArray[np.bool_]  # True for the assistant's tokens
+    merged: int  # tokens that are the assistant's only in part, and are not learned
 
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -100,12 +104,11 @@ _PROBE = [
 
 @final
 class ChatFormat:
-    """How a tokenizer writes conversations, and which tokens of them are the assistant's.
+    """A tokenizer with its chat template: renders conversations, and finds the assistant's tokens.
 
-    They are the words of each answer and the token that ends its turn; of what comes before it, none. If
-    the template marks them by {% generation %}, that decides. Otherwise an answer begins where the template
-    would ask for it: the conversation up to there, written with a generation prompt, must be how the whole
-    begins. It ends with the first special token of the kind that ends a turn.
+    These are the words of each answer and the token that ends its turn, without the header of the turn. If
+    the template marks them by {% generation %}, its marks are used. If not, an answer begins where the
+    generation prompt ends, and ends with the next special token that ends a turn.
 
     Arguments:
         tokenizer: one of transformers, backed by the tokenizers library.
@@ -142,16 +145,16 @@ class ChatFormat:
         learned = "".join(words)
         ok = "question" not in learned and "First answer" in learned and "Second answer" in learned
         if not self.is_marked and self._write(_PROBE[:1]) == self._write(_PROBE[:1], asks=True):
-            # Nothing asks for an answer, so it must have no header, which would be taken for its words.
+            # Without a generation prompt, a header would count as the assistant's words.
             ok = ok and words[0].strip().startswith("First answer")
         if not ok:
             raise ValueError(
-                "the chat template does not let the assistant's words be told from the rest: it takes "
-                f"{words} for them; use one with a generation prompt, or with {{% generation %}} around them"
+                "the assistant's words cannot be found with this chat template: in a test conversation it "
+                f"marks {words}; use one with a generation prompt, or with {{% generation %}} around them"
             )
 
     def _write(self, messages: list[Message], *, asks: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and what the template itself marks."""
+        """Return the conversation as text, and the spans that the template marks."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -169,9 +172,9 @@ class ChatFormat:
         return texts[0], marks[0] if self.is_marked else []
 
     def render(self, messages: list[Message]) -> Rendered:
-        """Write a conversation out."""
+        """Return the text of a conversation, with the assistant's spans."""
         text, spans = self._write(messages)
-        text.encode()  # JSON can write half of a character, "\\ud800", of which there are no tokens
+        text.encode()  # raises for half of a character, as JSON can write it: "\\ud800"
         if not self.is_marked:
             answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             spans = [self._span(text, messages, number) for number in answers]
@@ -181,25 +184,25 @@ class ChatFormat:
         start = self._beginning(text, messages[:number], asks=True)
         if not self.end_of_turn:
             return start, self._beginning(text, messages[: number + 1])
-        # Not by writing it out, too: Qwen3 puts <think> into the last answer of what it is given.
+        # Rendering up to this answer would not do: Qwen3 adds <think> to the last answer only.
         end = text.find(self.end_of_turn, start)
         if end < 0:
             raise ValueError(f"the chat template does not end message {number + 1} by {self.end_of_turn}")
         return start, end + len(self.end_of_turn)
 
     def _beginning(self, text: str, messages: list[Message], *, asks: bool = False) -> int:
-        """How much of a text its first messages are."""
+        """Return how many characters of a text its first messages take."""
         written, _ = self._write(messages, asks=asks)
         if not text.startswith(written):
             raise ValueError(
-                f"the chat template writes the first {len(messages)} messages alone in another way than as a "
-                "part of all, so that the assistant's words cannot be found; use one that marks them by "
-                "{% generation %}"
+                "the assistant's words cannot be found: the chat template writes the first "
+                f"{len(messages)} messages alone differently than in the whole conversation; use one that "
+                "marks the words by {% generation %}"
             )
         return len(written)
 
     def tokenize(self, conversations: Sequence[Rendered]) -> list[Example]:
-        """The tokens of conversations, and which of them are learned."""
+        """Return the tokens of conversations, and which of them are learned."""
         found = self._tokenizer.encode_batch([text for text, _ in conversations], add_special_tokens=False)
         return [_example(*both) for both in zip(found, (spans for _, spans in conversations), strict=True)]
 
@@ -221,7 +224,7 @@ def _example(encoding: Any, spans: list[tuple[int, int]]) -> Example:
 
 @final
 class FirstFit:
-    """Which sample something goes into: the first that has room for it.
+    """First-fit packing: each conversation goes into the first sample with room for it.
 
     >>> pack = FirstFit(10)
     >>> [pack.place(size) for size in (6, 7, 4, 3, 1)]
@@ -230,15 +233,15 @@ class FirstFit:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self._rooms = np.full(1, length, dtype=np.int32)  # of the samples so far, and empty ones to come
+        self._rooms = np.full(1, length, dtype=np.int32)  # room in the samples so far, and in empty ones
 
     @property
     def samples(self) -> int:
-        """Those that hold something."""
+        """The number of samples that hold a conversation."""
         return int((self._rooms < self.length).sum())
 
     def place(self, size: int) -> tuple[int, int]:
-        """The sample, and the place in it where so many tokens go."""
+        """Return the sample for `size` tokens, and the place of the first of them in it."""
         sample = int((self._rooms >= size).argmax())
         room = int(self._rooms[sample])
         if room < size:
@@ -251,32 +254,34 @@ class FirstFit:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatReport:
-    """What became of conversations."""
+    """The numbers of conversations and tokens that were packed, cut off and left out."""
 
     conversations: int
-    """Read."""
+    """Conversations read."""
     unanswered: int
-    """Left out: without a message of the assistant."""
+    """Conversations left out because the assistant says nothing."""
     control: int
-    """Left out: with a special token of the tokenizer written in a message."""
+    """Conversations left out because a message contains a special token of the tokenizer."""
     beyond: int
-    """Left out: with the first answer beyond the length of a sample."""
+    """Conversations left out because the first answer begins beyond the length of a sample."""
     truncated: int
-    """Cut off at the length of a sample."""
+    """Conversations cut off at the length of a sample."""
     tokens_cut: int
+    """Tokens cut off."""
     merged: int
-    """Tokens that join an answer to what is around it, and are not learned."""
+    """Tokens that are partly in an answer and partly around it; they are not learned."""
     samples: int
+    """Samples written."""
     places: int
-    """For tokens in samples."""
+    """Places for tokens in all samples."""
     tokens: int
-    """In samples."""
+    """Tokens in all samples."""
     loss_tokens: int
-    """Learned."""
+    """Tokens that are learned."""
 
     @property
     def padding(self) -> float:
-        """Share of the places that hold nothing."""
+        """The share of places that hold no token."""
         return 1 - self.tokens / self.places
 
 
@@ -289,18 +294,18 @@ def prepare_chat(
     length: int,
     progress: Callable[[int, int], None] = lambda conversations, tokens: None,
 ) -> "ChatSamples":
-    """Write conversations out, mark, tokenize and pack them into a folder, unless that is done already.
+    """Render, tokenize and pack conversations into a folder, or open the folder if that is done.
 
-    A row that is no conversation is an error; what is left out or cut off is counted in the report.
-    Conversations keep their order, each goes into the first sample with room for it, and none is split.
+    Conversations keep their order. Each goes into the first sample with room for it, and none is split. The
+    report counts what is left out or cut off. A row that is not a conversation raises ValueError.
 
     Arguments:
-        rows: conversations, each with the words for where it is: see `chat_rows`.
-        form: how they are written.
-        folder: appears when it is complete; one that holds anything else is refused.
-        source: what the rows are, as JSON; it stands for them when the folder is there already.
+        rows: conversations, each with its place for error messages, as from `chat_rows`.
+        form: the tokenizer with its chat template.
+        folder: appears when it is complete; one with other content is refused.
+        source: where the rows come from, as JSON; an existing folder must have the same.
         length: tokens of a sample.
-        progress: called with the conversations and tokens done so far.
+        progress: called with the numbers of conversations and tokens so far.
     """
     if length < 2:
         raise ValueError(f"Invalid length of a sample: {length!r}; allowed: 2 or more")
@@ -338,7 +343,7 @@ def _write_samples(
                 sample, place = pack.place(len(learned))
                 parts: tuple[NDArray[Any], ...] = (tokens[:length], np.arange(len(learned)), learned)
                 for row, part in enumerate(parts, 3 * sample):
-                    file.seek((row * length + place) * _INT32.itemsize)  # what is skipped reads as 0: padding
+                    file.seek((row * length + place) * _INT32.itemsize)  # a gap reads as 0: padding
                     file.write(part.astype(_INT32).data)
             progress(count["conversations"], count["tokens"])
         count.update(samples=pack.samples, places=pack.samples * length)
@@ -349,7 +354,7 @@ def _write_samples(
 
 
 def _rendered(batch: Rows, form: ChatFormat, count: Counter[str]) -> list[Rendered]:
-    """The conversations of these rows that something can be learned from; others are counted."""
+    """Return the rendered conversations that can be learned from, and count the others."""
     rendered = []
     for where, row in batch:
         messages = messages_of(row, where)
@@ -372,7 +377,7 @@ def _rendered(batch: Rows, form: ChatFormat, count: Counter[str]) -> list[Render
 class ChatSamples:
     """Packed conversations on disk. A conversation begins wherever the position is 0.
 
-    So does every place of padding: it is token 0, sees itself only, and takes no part in the loss.
+    Padding has token 0 and position 0 at every place. So it attends only to itself, and it has no target.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
@@ -387,7 +392,7 @@ class ChatSamples:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the samples, not of what they were made from."""
+        """The sha256 of the samples; it does not depend on their source."""
         content = [self.length, self.vocabulary, self.manifest["sha256"]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -395,7 +400,7 @@ class ChatSamples:
         return self.report.samples
 
     def batch(self, numbers: Sequence[int] | Numbers) -> Batch:
-        """These samples, in this order."""
+        """Return the samples of these numbers, in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"sample {numbers.min()} or {numbers.max()}; allowed: 0 to {len(self) - 1}")
@@ -412,11 +417,11 @@ class ChatSamples:
 
 
 def open_chat(folder: Path, *, verify: bool = False) -> ChatSamples:
-    """Prepared conversations, after a look at their manifest and the size of their file.
+    """Open prepared conversations, after a check of their manifest and the size of their file.
 
     Arguments:
         folder: what `prepare_chat` wrote.
-        verify: compare the hash too, which reads everything.
+        verify: check the sha256 too, which reads the whole file.
     """
     folder = Path(folder).absolute()
     try:

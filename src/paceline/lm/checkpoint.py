@@ -1,27 +1,27 @@
-"""Checkpoints that are whole or not there, in safetensors and JSON.
+"""Checkpoints in safetensors and JSON, which are complete or not there.
 
 A checkpoint is a folder `step-00000100`:
 
 .. code-block:: text
 
     live.safetensors        the live weights, by name
-    optimizer.safetensors   what the optimizer remembers, by parameter: NAME.average, NAME.exp_avg, …
+    optimizer.safetensors   the optimizer's state, by parameter: NAME.average, NAME.exp_avg, …
     state.safetensors       random generators and other tensors
     state.json              everything that is not a tensor: groups, schedule, step, losses, config
     manifest.json           sizes and sha256 of the files above; written last
 
-Of a run whose weights are in shards over several ranks, each rank writes its own, side by side. Instead of
-the three files of tensors there are
+If the weights are sharded over several ranks, each rank writes its own shards. Then these files replace
+the three files of tensors:
 
 .. code-block:: text
 
-    shard-00001-….safetensors   what rank 0 has of all of them: live.NAME, optimizer.NAME.average, …
+    shard-00001-….safetensors   the shards of rank 0: live.NAME, optimizer.NAME.average, …
 
-written and read by torch.distributed.checkpoint, in its format of safetensors. Either kind goes on on any
-number of ranks, in shards or not.
+torch.distributed.checkpoint writes and reads them, in its format of safetensors. A run can resume from
+either kind on any number of ranks, sharded or not.
 
-It is made under another name and renamed when it is complete, so a folder of that name is whole; if the
-disk damages it later, the manifest tells. No file is a pickle.
+A checkpoint is written under a temporary name and renamed when it is complete. So a folder of the final
+name is complete; the manifest shows later damage to the disk. No file is a pickle.
 """
 
 import errno
@@ -51,14 +51,14 @@ _SHARD = re.compile(r"shard-\d+-[\w-]+\.safetensors")
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint differs from what was written."""
 
 
 # --- The state of a run -----------------------------------------------------------------------------
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once: tied weights under their first name."""
+    """Return parameters and buffers by name. Tied weights appear once, under their first name."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -69,17 +69,18 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def collect(model: nn.Module, optimizer: Optimizer, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """The tensors of a run by name, and the random generators; to be saved, or given to `restore`.
+    """Return the tensors of a run by name, and the states of its random generators.
 
-    The parameters must hold live weights. Of several ranks' generators those of the first are saved; they
-    matter only if one process goes on alone (`Ranks.reseed`).
+    The result can be saved, or given to `restore`. The parameters must hold live weights. Of several ranks'
+    generators only the first rank's are saved: they matter only if a single process resumes (see
+    `Ranks.reseed`).
     """
     names = _names(model, optimizer)
     saved = optimizer.state_dict()
     entries = {names[k] if isinstance(k, int) else k: v for k, v in saved["state"].items()}
     cuda: list[Tensor] = []
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # Other ranks' devices are left alone: to ask them takes memory there.
+        # Not the devices of other ranks: asking them takes memory there.
         cuda = torch.cuda.get_rng_state_all() if ranks.size == 1 else [torch.cuda.get_rng_state()]
     return {
         "live": {name: tensor.detach() for name, tensor in named_tensors(model).items()},
@@ -90,7 +91,7 @@ def collect(model: nn.Module, optimizer: Optimizer, ranks: Ranks = ALONE) -> dic
 
 @torch.no_grad()
 def restore(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Put the weights and the optimizer's state back. The generators are left to `restore_random`."""
+    """Load the weights and the optimizer's state. `restore_random` loads the random generators."""
     own = named_tensors(model)
     _check_same_names(own, saved["live"])
     for name, tensor in own.items():
@@ -104,15 +105,16 @@ def restore(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) ->
 
 
 def restore_random(saved: Mapping[str, Any]) -> None:
-    """Put torch's random generators back as they were."""
+    """Restore the states of torch's random generators."""
     random = saved["state"]["random"]
     torch.set_rng_state(random["cpu"])
     if random["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(random["cuda"][: torch.cuda.device_count()])  # may be another machine
+        # The machine may have fewer GPUs than the one that saved.
+        torch.cuda.set_rng_state_all(random["cuda"][: torch.cuda.device_count()])
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The names of the optimizer's parameters, in the order in which it numbers them."""
+    """Return the names of the optimizer's parameters, in the order in which it numbers them."""
     known = {parameter: name for name, parameter in model.named_parameters()}
     return [known[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -135,9 +137,10 @@ def _check_same_names(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
 def save(
     root: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any], ranks: Ranks = ALONE
 ) -> Path:
-    """Write a checkpoint of a step; `facts` are plain values that come back with it.
+    """Write a checkpoint of a step, and return its folder.
 
-    All ranks call it, and hear of it if one of them fails. Without shards the first one writes.
+    `facts` are plain values, which `load` returns. All ranks must call it, and if one fails, all raise its
+    error. Without shards only the first rank writes.
     """
     ranks.together(lambda: _refuse_nonfinite(state["live"], step))
     final = root / f"step-{step:08d}"
@@ -186,7 +189,7 @@ def _save_shards(
         with _one_error():
             save_shards(tensors, storage_writer=writer, process_group=ranks.host)
         found = ranks.of_first(lambda: sorted(folder.iterdir()))
-        # Each rank hashes a part of what was written: together they read as fast as they wrote.
+        # Each rank hashes a part of the files, in parallel.
         hashed = ranks.together(lambda: _described_files(found[ranks.rank :: ranks.size]))
 
         def commit() -> None:
@@ -200,7 +203,7 @@ def _save_shards(
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Of a save or load in shards, the first rank's error with its rank, instead of a list of all."""
+    """Replace a list of all ranks' errors by the first rank's error, with its rank."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -232,13 +235,13 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
     try:
         save_file(_on_their_own(tensors), path)
-    except SafetensorError as error:  # what the system said is in its text only
+    except SafetensorError as error:  # only its text has the system's error number
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
 def _on_their_own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the host, contiguous, no two in one storage: what safetensors writes."""
+    """Return contiguous copies in host memory, each with its own storage, as safetensors needs them."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
@@ -256,7 +259,7 @@ def _no_room(error: OSError, root: Path, state: Mapping[str, Any]) -> OSError:
 
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON; its tensors go to `tensors` under their path, and are named in their place."""
+    """Return a value as JSON in which each tensor is replaced by its path, and add it to `tensors`."""
     match value:
         case Tensor():
             if path in tensors:
@@ -285,17 +288,22 @@ def _join(path: str, key: object) -> str:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """A checkpoint that was checked against its manifest; `Damaged` says what is wrong with any other."""
+    """Check a checkpoint against its manifest and return its content.
+
+    Raises:
+        Damaged: it differs from what was written.
+    """
     check(folder)
     return read(folder, {})
 
 
 def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A checkpoint that has been checked.
+    """Return the content of a checkpoint without a check of its files.
 
     Arguments:
-        like: the model's tensors by name. Of one that is in shards this rank gets its own, also of what the
-            optimizer remembers of it; everything else comes as a whole.
+        folder: the checkpoint, checked before.
+        like: the model's tensors by name. For a sharded one, this rank gets its shards of the weights and of
+            the optimizer's state. Other tensors are read as a whole.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -314,7 +322,7 @@ def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Any]:
                     for name, entry in described[part].items()
                 }
             if not all(isinstance(weights, Tensor) for weights in loaded["live"].values()):
-                raise TypeError("live weights that are no tensors")
+                raise TypeError("live weights that are not tensors")
             return {**loaded, "facts": _unpack(described["facts"], _no_tensor)}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{folder} cannot be read: {error!r}") from error
@@ -330,7 +338,7 @@ def _is_in_shards(folder: Path) -> bool:
 
 
 def _read_shards(folder: Path, described: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors by path; of those that belong to one in shards, and have its shape, this rank's part."""
+    """Return all tensors by path; of those sharded in the model with this shape, this rank's part."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
@@ -350,17 +358,17 @@ def _read_shards(folder: Path, described: Mapping[str, Any], like: Mapping[str, 
         else:
             tensors[path] = torch.empty(size, dtype=dtype)
     with _one_error(), torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each reads for itself
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads its own
         load_shards(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
 def _no_tensor(path: str) -> Tensor:
-    raise ValueError(f"a tensor, {path}, among plain values")
+    raise ValueError(f"there is a tensor, {path}, among the plain values")
 
 
 def _paths(value: Any) -> Iterator[str]:
-    """Of the tensors that are named in a description."""
+    """Yield the paths of the tensors in a packed value."""
     if isinstance(value, list):
         for item in value:
             yield from _paths(item)
@@ -372,14 +380,18 @@ def _paths(value: Any) -> Iterator[str]:
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint, without reading its tensors."""
+    """Return the plain values of a checkpoint; its tensors are not read."""
     described = json.loads(plain_file(folder, "state.json").read_text(encoding="utf-8"))
     facts: dict[str, Any] = _unpack(described["facts"], _no_tensor)
     return facts
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all as they were written; else `Damaged`."""
+    """Return the manifest of a checkpoint, after a check of all its files.
+
+    Raises:
+        Damaged: a file differs from what was written.
+    """
     try:
         manifest = json.loads(plain_file(folder, "manifest.json").read_text(encoding="utf-8"))
         if (version := manifest["format"]) != FORMAT:
@@ -397,7 +409,7 @@ def check(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{folder} is damaged: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
-        raise Damaged(f"{folder} is damaged: its manifest is none ({error!r})") from error
+        raise Damaged(f"{folder} is damaged: its manifest is not valid ({error!r})") from error
     return dict(manifest)
 
 
@@ -425,19 +437,19 @@ def _unpack(value: Any, get: Callable[[str], Tensor]) -> Any:
 
 
 def all_of(root: Path) -> list[tuple[int, Path]]:
-    """Step and folder of each checkpoint, oldest first; they may be damaged."""
+    """Return step and folder of each checkpoint, oldest first, without a check of their files."""
     found = ((_NAME.fullmatch(path.name), path) for path in root.glob("step-*"))
     return sorted((int(match[1]), path) for match, path in found if match and not path.is_symlink())
 
 
 def newest(root: Path) -> tuple[Path | None, list[str]]:
-    """The folder of the newest checkpoint that is whole, and what is wrong with newer ones."""
+    """Return the folder of the newest undamaged checkpoint or None, and what is wrong with newer ones."""
     problems: list[str] = []
     for _, folder in reversed(all_of(root)):
         try:
             check(folder)
             if not _is_in_shards(folder):
-                read(folder, {})  # opens its files, and leaves their tensors on the disk
+                read(folder, {})  # maps the files; no tensor is copied into memory
             return folder, problems
         except Damaged as error:
             problems.append(str(error))
@@ -445,10 +457,8 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(root: Path, *, up_to: int, keep: int, best: int | None, others: Collection[int] = ()) -> None:
-    """Remove all but the newest `keep` checkpoints up to a step, the one of the best step, and `others`.
-
-    What is beyond that step was passed over as damaged: it must not count as the newest.
-    """
+    """Remove all checkpoints up to a step, but the newest `keep`, that of the `best` step, and `others`."""
+    # Checkpoints beyond that step are damaged, and must not count among the newest.
     for step, folder in [found for found in all_of(root) if found[0] <= up_to][:-keep]:
         if step != best and step not in others:
             _remove(folder)
@@ -462,6 +472,6 @@ def keep_only(root: Path, steps: Collection[int]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Under another name first: half a checkpoint must not look like one."""
+    """Remove a checkpoint, after renaming it: a half-removed one must not pass for a checkpoint."""
     removed = folder.rename(folder.with_name(f"{TEMPORARY}removed-{folder.name.rpartition('-')[2]}"))
     shutil.rmtree(removed, ignore_errors=True)

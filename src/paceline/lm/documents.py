@@ -5,10 +5,10 @@
     notes.txt, notes.md      one document a file, or one between form feeds or <|endoftext|> marks
     rows.jsonl, rows.ndjson  one document a line, in its field "text"
     rows.parquet             one document a row, in its column "text"
-    folder                   all of these in it and below, by name
+    folder                   all of these in it and its subfolders, sorted by name
     hf:owner/name            the training split of a dataset, streamed; hf:owner/name/config, hf:…@revision
 
-Text and JSON lines may be packed: .gz, .xz, .zst. Blank documents are left out.
+Text and JSON lines may be compressed: .gz, .xz, .zst. Blank documents are left out.
 """
 
 import gzip
@@ -28,19 +28,19 @@ from paceline.lm.files import sha256_of
 
 _PACKED = ("", ".gz", ".xz", ".zst")
 TEXT = tuple(kind + packed for kind in (".txt", ".md") for packed in _PACKED)
-# Plain .json beside rows is about them (dataset_infos.json); packed, it is rows, as in C4.
+# Plain .json next to rows describes them (dataset_infos.json). Compressed .json has rows, as in C4.
 ROWS = tuple(
     kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in _PACKED if kind + packed != ".json"
 )
 PARQUET = (".parquet",)
 
 _SEPARATOR = re.compile(r"\f|<\|endoftext\|>")
-_LONGEST = 2**22  # characters of a document out of a text file: a tokenizer needs 100 times its memory
+_LONGEST = 2**22  # characters of a text file's document: a tokenizer needs 100 times its memory
 
 
 @contextmanager
 def needed_for(what: str, extra: str = "lm") -> Iterator[None]:
-    """Around the import of a package that only some of the work needs."""
+    """Turn the ImportError of an optional package into one that says which extra to install."""
     try:
         yield
     except ImportError as error:
@@ -54,18 +54,18 @@ class Source(Protocol):
     """Documents in an order that never changes."""
 
     def documents(self) -> Iterator[str]:
-        """All of them, from the first."""
+        """Yield all documents, from the first."""
 
     def describe(self) -> dict[str, Any]:
-        """What tells this source from any other, as JSON."""
+        """Return JSON that identifies the source and its content."""
 
 
 def open_source(where: str | Path, *, field: str = "text") -> Source:
-    """The source of that name: see the top of this file.
+    """Open a source of documents.
 
     Arguments:
-        where: a file, a folder, or "hf:" and the name of a dataset.
-        field: the field or column of a row that holds its text.
+        where: a file, a folder, or "hf:" and the name of a dataset. The module's docstring lists the formats.
+        field: the field or column of a row that contains its text.
     """
     if str(where).startswith("hf:"):
         return open_hub(str(where), field)
@@ -75,14 +75,15 @@ def open_source(where: str | Path, *, field: str = "text") -> Source:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     if not path.name.lower().endswith(TEXT + ROWS + PARQUET):
-        raise ValueError(f"{path}: cannot tell what it holds; allowed: {', '.join(TEXT + ROWS + PARQUET)}")
+        raise ValueError(f"{path}: unknown kind of file; allowed: {', '.join(TEXT + ROWS + PARQUET)}")
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty")
     return Files(root=path.parent, files=(path,), field=field)
 
 
 def _files_in(folder: Path) -> tuple[Path, ...]:
-    """Files with rows, or without any such the texts: a README beside rows is about them."""
+    """Return the files with rows in a folder or, if there are none, its text files."""
+    # With rows there, text files are left out: a README describes them.
     full = {
         path.relative_to(folder): path
         for path in folder.rglob("*.*")
@@ -99,14 +100,14 @@ def _files_in(folder: Path) -> tuple[Path, ...]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Documents in files of this machine."""
+    """Documents in local files."""
 
     root: Path
     files: tuple[Path, ...]
     field: str
 
     def documents(self) -> Iterator[str]:
-        """All of them, file by file."""
+        """Yield all documents, file by file."""
         found = (document for path in self.files for document in self._documents_in(path))
         return _not_blank(found, ", ".join(map(str, self.files)))
 
@@ -119,7 +120,7 @@ class Files:
         return _column(path, self.field)
 
     def describe(self) -> dict[str, Any]:
-        """Names, sizes and hashes; where the folder lies does not matter. Reads every file."""
+        """Return names, sizes and hashes of the files, but not the path of the folder. Reads every file."""
         files = [
             {"name": p.relative_to(self.root).as_posix(), "bytes": p.stat().st_size, "sha256": sha256_of(p)}
             for p in self.files
@@ -138,12 +139,12 @@ class Hub:
     field: str
 
     def documents(self) -> Iterator[str]:
-        """All of them, as they come over the network."""
+        """Yield all documents as they arrive over the network."""
         found = (_text(row, self.field, where) for where, row in self.rows())
         return _not_blank(found, f"hf:{self.name}")
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The rows, whatever they hold, each with the words for where it is."""
+        """Yield all rows, unchecked, each with its place for error messages."""
         with needed_for("a dataset of the hub", "data"):
             from datasets import load_dataset  # type: ignore[import-untyped]
         rows = load_dataset(self.name, self.config, split="train", streaming=True, revision=self.revision)
@@ -151,12 +152,12 @@ class Hub:
             yield f"hf:{self.name}, row {number}", row
 
     def describe(self) -> dict[str, Any]:
-        """Name, configuration and commit."""
+        """Return name, configuration, commit and field."""
         return {"hub": self.name, "config": self.config, "revision": self.revision, "field": self.field}
 
 
 def open_hub(where: str, field: str) -> Hub:
-    """The dataset of a name as in `hf:owner/name`, at the commit that it has now."""
+    """Open a dataset by a name such as `hf:owner/name`, at its current commit."""
     part = r"(\w[\w.-]*)"
     match = re.fullmatch(rf"hf:({part}(/{part})?)(/{part})?(@(?P<revision>\S+))?", where)
     if not match:
@@ -181,14 +182,14 @@ def _not_blank(documents: Iterator[str], where: str) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file of JSON lines, each with the number of its line; blank lines are left out."""
+    """Yield the objects of a JSON lines file, each with its line number; blank lines are left out."""
     for number, line in _lines(path):
         if line.isspace():
             continue
         try:
             row = json.loads(line.rstrip("\n"))
         except (ValueError, RecursionError) as error:
-            # The error's own words would count lines from the start of this one.
+            # The error's own message would say line 1, because only this line was parsed.
             why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(f"{path}, line {number}: not JSON ({why})") from error
         if not isinstance(row, dict):
@@ -197,7 +198,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """The documents of a text file."""
+    """Yield the documents of a text file."""
     parts: list[str] = []
     size = 0
     for _, line in _lines(path):
@@ -211,7 +212,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _column(path: Path, field: str) -> Iterator[str]:
-    """The documents of a parquet file."""
+    """Yield the documents of a parquet file."""
     with needed_for("reading parquet", "data"):
         import pyarrow  # type: ignore[import-untyped]
         from pyarrow import parquet
@@ -229,7 +230,7 @@ def _column(path: Path, field: str) -> Iterator[str]:
 
 
 def _text(row: dict[str, Any], field: str, where: str) -> str:
-    """The text of a row."""
+    """Return the text of a row."""
     if field not in row:
         raise ValueError(f"{where}: no field {field!r}; it has {', '.join(row) or 'none'}")
     text = row[field]
@@ -249,7 +250,7 @@ def _kind(value: object) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file, numbered from 1, unpacked as its name says; they end in \\n."""
+    """Yield the lines of a text file, numbered from 1, decompressed by its suffix; they end in \\n."""
     number = 0
     try:
         with _unpacked(path) as stream:
@@ -263,7 +264,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                     ) from error
                 yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # the system's word, not an unpacker's
+        if isinstance(error, OSError) and error.errno:  # of the system, not of the decompressor
             raise
         raise ValueError(f"{path}: broken or cut off after line {number} ({error})") from error
 
@@ -286,25 +287,25 @@ def _unpacked(path: Path) -> io.BufferedIOBase:
 
 
 def is_held_out(document: str, share: float) -> bool:
-    """Whether a document belongs to the held-out share: decided by its text alone.
+    """Return whether a document belongs to the held-out share, decided by its text alone.
 
-    The order of documents, and others coming or going, change nothing, and copies of one document are
-    all on one side. What a smaller share holds out, a larger one holds out too.
+    So the order of documents and new documents change nothing, and copies of a document are all on one
+    side. A larger share contains every smaller one.
 
     >>> [is_held_out(f"document {i}", 0.2) for i in range(6)]
     [True, False, False, False, False, True]
     """
     if not 0 <= share <= 1:
         raise ValueError(f"Invalid share of held-out documents: {share!r}; allowed: 0 to 1")
-    # Half a character is for the one to name who reads the document.
+    # Half a character must not raise here: the reader of documents reports it with its place.
     digest = hashlib.sha256(document.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
 
 
 def cut(document: str, characters: int) -> Iterator[str]:
-    """A long document in parts of at least that many characters, ending where paragraphs end.
+    """Yield parts of a document, each of at least `characters` characters and ending with a paragraph.
 
-    Where none ends within as many characters again, a part ends with a line.
+    A part that reaches twice as many characters ends with its line. The last part may be shorter.
 
     >>> list(cut("one\\n\\ntwo\\n\\nthree\\n", 6))
     ['one\\n\\ntwo', 'three']

@@ -14,17 +14,17 @@ LossOf = Callable[[nn.Module, Batch], Tensor]
 
 
 class NotFiniteError(RuntimeError):
-    """A run has diverged: loss, gradient or weights are not finite; what was saved before is whole."""
+    """A run has diverged: loss, gradient or weights are not finite. Earlier checkpoints are valid."""
 
 
 class Stopped(Exception):
-    """The evaluation was asked to stop; nothing is known."""
+    """An evaluation was asked to stop, and has no result."""
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The cross-entropy of a batch, in nats, summed over its targets."""
+    """Return the cross-entropy of a batch, in nats, summed over its targets."""
     logits = model(batch.tokens, batch.positions)
-    # Rounded to bfloat16, differences of logits would be lost.
+    # In bfloat16, small differences between logits would be lost.
     return F.cross_entropy(
         logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -32,7 +32,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; afterwards the model is in the mode it was in."""
+    """Disable dropout and gradients, and restore the model's mode at the end."""
     was_training = model.training
     model.eval()
     try:
@@ -53,22 +53,22 @@ def held_out_loss(
     stop: Callable[[], bool] = lambda: False,
     ranks: Ranks = ALONE,
 ) -> float:
-    """Mean loss over all targets of these samples, of whichever weights the parameters hold.
+    """Return the mean loss over all targets of these samples, with the weights that the parameters hold.
 
-    Each rank computes a share of it, and all know the mean.
+    Each rank computes its share, and all ranks return the mean.
     """
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     with evaluating(model), autocast(device, precision):
         for numbers in ranks.rounds(len(samples), batch_size):
             if ranks.any(stop()):
                 raise Stopped
-            batch = samples.batch(numbers) if numbers else samples.batch(range(1)).silent()
-            total += loss_of(model, batch.to(device))  # read at the end: nothing waits for the device
+            batch = samples.batch(numbers) if numbers else samples.batch(range(1)).without_targets()
+            total += loss_of(model, batch.to(device))  # stays on the device: nothing waits for it
             count += batch.target_count()
     loss, targets = ranks.summed(total, count)
     return loss / max(targets, 1)
 
 
 def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:
-    """Matrix products in that precision; weights, sums and losses stay in float32."""
+    """Return a context in which matrix products have that precision; weights and losses keep float32."""
     return torch.autocast(device.type, precision, enabled=precision != torch.float32)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, folders committed by renaming, a lock, hashes."""
+"""Atomic writes of files and folders, a lock on a folder, hashes."""
 
 import errno
 import fcntl
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TEMPORARY = ".tmp-"  # beginning of the names of what is not committed yet
+TEMPORARY = ".tmp-"  # prefix of the names of unfinished files and folders
 _REPLACED = re.compile(re.escape(TEMPORARY) + r"replaced-(.+)-\d+")
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file's content, in hex."""
+    """Return the sha256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that others see whole or not at all, also after a power cut."""
-    # Not by the number of the process: another machine that shares the folder may have one of that number.
+    """Write a file that others see complete or not at all, also after a power cut."""
+    # A process number would not be unique: another machine may share the folder.
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}")
     try:
         with temporary.open("wb") as file:
@@ -34,14 +34,14 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say of which file
+        if isinstance(error, OSError) and error.filename is None:  # a full disk's error has no file name
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk now."""
+    """Make the system write a file, or the names in a folder, to the disk now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -51,20 +51,19 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """A folder to fill, which appears under its name when it is complete, by one rename, or not at all.
+    """Yield a temporary folder to fill, and rename it to its final name at the end.
 
-    A folder of that name is replaced: it goes only after the new one could not be renamed onto it.
+    After an error the temporary folder is removed. An existing folder of the final name is replaced.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = (
-        final.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-    )  # not by tempfile: its are for their owner alone
+    # Not by tempfile, whose folders only their owner may read.
+    temporary = final.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
         yield temporary
         for path in temporary.iterdir():
             if path.is_file():
-                path.chmod(temporary.stat().st_mode & 0o666)  # so are those of safetensors
+                path.chmod(temporary.stat().st_mode & 0o666)  # safetensors' are for their owner only
             sync(path)
         sync(temporary)
         try:
@@ -83,9 +82,9 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove what interrupted writes left behind; only while nobody else may be writing there.
+    """Remove temporary files of interrupted writes. No one else may be writing in the folder.
 
-    What was being replaced comes back if nothing had come in its place yet.
+    A folder that was about to be replaced gets its name back if its replacement is missing.
     """
     for path in folder.glob(f"{TEMPORARY}*"):
         replaced = _REPLACED.fullmatch(path.name)
@@ -98,7 +97,11 @@ def remove_temporary(folder: Path) -> None:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """A regular file directly in a folder, by a name that came from a file; ValueError for any other."""
+    """Return the path of a file in a folder, by a name that cannot be trusted.
+
+    Raises:
+        ValueError: the name leads out of the folder, or is not that of a regular file.
+    """
     if name in ("", ".", "..") or any(c in name for c in "/\\\0") or len(name) > 200:
         raise ValueError(f"{name!r} is not the name of a file in {folder}")
     path = folder / name
@@ -111,27 +114,32 @@ def plain_file(folder: Path, name: str) -> Path:
     return path
 
 
-_held: set[int] = set()  # descriptors of locks
+_locks: set[int] = set()  # open descriptors of locked files
 
 
-def _let_go() -> None:
-    while _held:
-        os.close(_held.pop())
+def _release_locks() -> None:
+    while _locks:
+        os.close(_locks.pop())
 
 
-os.register_at_fork(after_in_child=_let_go)  # readers of data would keep the lock of a trainer that died
+# A worker process must not keep the lock of a trainer that died.
+os.register_at_fork(after_in_child=_release_locks)
 
 
 class BusyError(RuntimeError):
-    """Another process is at work in a folder."""
+    """Another process works in a folder."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Be the only one at work in a folder. The lock goes with its process, however that ends."""
+    """Lock a folder for this process. The lock ends with the process, however that ends.
+
+    Raises:
+        BusyError: another process has the lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    _held.add(descriptor)
+    _locks.add(descriptor)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,6 +152,6 @@ def locked(folder: Path) -> Iterator[None]:
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
-        if descriptor in _held:  # not so in a fork
-            _held.remove(descriptor)
+        if descriptor in _locks:  # a forked process has closed it
+            _locks.remove(descriptor)
             os.close(descriptor)

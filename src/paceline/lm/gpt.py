@@ -1,4 +1,4 @@
-"""A lean GPT: the architecture of GPT-2, from a third of a million parameters to its own 124 million."""
+"""A small GPT with GPT-2's architecture, from 0.3 to 124 million parameters."""
 
 import math
 from typing import Any, final
@@ -53,9 +53,9 @@ class GPT(nn.Module):
     The weights come from torch's generator: `torch.manual_seed` decides them.
 
     Arguments:
-        shape: how large; `shape_of` knows some by name.
-        activation_checkpointing: keep only the input of each block for the backward pass and compute the
-            rest again, to save memory.
+        shape: the sizes; `shape_of` returns those of a name.
+        activation_checkpointing: keep only the input of each block for the backward pass, and recompute the
+            rest, to save memory.
 
     >>> _ = torch.manual_seed(0)
     >>> model = GPT(shape_of("gpt:0.3m", vocabulary=100, length=16))
@@ -68,21 +68,21 @@ class GPT(nn.Module):
     def __init__(self, shape: GPTShape, *, activation_checkpointing: bool = False) -> None:
         super().__init__()
         self.shape, self.activation_checkpointing = shape, activation_checkpointing
-        with torch.device("meta"):  # torch's own initialisation takes time and random numbers for nothing
+        with torch.device("meta"):  # skips torch's own initialisation, its time and random numbers
             self.tokens = nn.Embedding(shape.rows, shape.width)
             self.positions = nn.Embedding(shape.length, shape.width)
             self.blocks = nn.ModuleList([_Block(shape) for _ in range(shape.layers)])
             self.last_norm = nn.LayerNorm(shape.width, bias=shape.bias)
         self.to_empty(device=torch.get_default_device())
         self._initialise_()
-        # Cutting the logits off instead would cost a GPU 4 % of a step.
+        # Slicing the logits instead would cost a GPU 4 % of a step.
         unused = torch.zeros(shape.rows)
         unused[shape.vocabulary :] = -math.inf
         self.register_buffer("_unused", unused if shape.rows > shape.vocabulary else None, persistent=False)
 
     @property
     def vocabulary(self) -> int:
-        """Token ids must be below it."""
+        """The size of the vocabulary: token ids must be below it."""
         return self.shape.vocabulary
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class GPT(nn.Module):
             if parameter.ndim == 1:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             else:
-                # So many additions end in the residual stream; its variance shall not grow with them.
+                # The residual stream is a sum of this many terms; its variance must not grow with them.
                 additions = 2 * self.shape.layers if name.endswith("_out.weight") else 1
                 parameter[: self.vocabulary if parameter is self.tokens.weight else None].normal_(
                     std=0.02 / math.sqrt(additions)
@@ -99,17 +99,17 @@ class GPT(nn.Module):
         self.tokens.weight[self.vocabulary :] = 0.0
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits of the next token at every place: (batch, length, rows of the embedding).
+        """Return the logits of the next token at every place: (batch, length, rows of the embedding).
 
         Arguments:
             tokens: (batch, length).
-            positions: (batch, length), the place of each token in its own example: an example begins
-                wherever it is 0, and none sees another. None: one example a row.
+            positions: (batch, length), the place of each token in its own example. An example begins
+                wherever it is 0, and does not attend to others. None: each row is one example.
         """
         length = tokens.shape[1]
         if length > self.shape.length:
             raise ValueError(f"a sequence of {length} tokens; this GPT has {self.shape.length} positions")
-        # A slice, not a look-up: its gradient is a sum and needs no scatter.
+        # The gradient of a slice is a sum; that of an embedding would be a slower scatter.
         places = self.positions.weight[:length] if positions is None else self.positions(positions)
         x = self.tokens(tokens) + places
         if self.shape.dropout:
@@ -124,7 +124,7 @@ class GPT(nn.Module):
 
 
 def _own_example(positions: Tensor) -> Tensor:
-    """Which token may look at which: at those of its example up to itself. (batch, 1, length, length)
+    """Return the attention mask (batch, 1, length, length): each token sees its own example up to itself.
 
     >>> _own_example(torch.tensor([[0, 1, 0]]))[0, 0].int()
     tensor([[1, 0, 0],
@@ -159,7 +159,7 @@ _SHAPE_NAMES = {
 
 
 def _pairs(ours: GPT, theirs: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Each weight of ours with that of GPT2LMHeadModel, turned as ours is and without rows too many."""
+    """Return pairs of our weights and views of GPT2LMHeadModel's, transposed and cut to one shape."""
     weights = dict(theirs.named_parameters())
     pairs = []
     for name, weight in ours.named_parameters():
@@ -173,14 +173,14 @@ def _pairs(ours: GPT, theirs: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def to_transformers(model: GPT) -> Any:
-    """A copy as GPT2LMHeadModel of transformers, which computes the same logits; missing biases are 0."""
+    """Return a copy as transformers' GPT2LMHeadModel, with equal logits; missing biases become 0."""
     with needed_for("exporting a model"):
         from transformers import GPT2Config, GPT2LMHeadModel
     fields: dict[str, Any] = {theirs: getattr(model.shape, ours) for theirs, ours in _SHAPE_NAMES.items()}
     fields |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), model.shape.dropout)
-    # Which tokens begin and end a text is the tokenizer's business; GPT-2's may lie beyond the vocabulary.
+    # The tokenizer knows which tokens begin and end a text; GPT-2's own may be beyond the vocabulary.
     config = GPT2Config(**fields, bos_token_id=None, eos_token_id=None)
-    with torch.random.fork_rng(devices=[]):  # a run that exports draws the same numbers afterwards
+    with torch.random.fork_rng(devices=[]):  # an export must not change the run's random numbers
         copy: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
     for ours, theirs in _pairs(model, copy):
         theirs.copy_(ours)
@@ -189,7 +189,7 @@ def to_transformers(model: GPT) -> Any:
 
 @torch.no_grad()
 def from_transformers(model: Any, *, vocabulary_multiple: int = 1) -> GPT:
-    """A copy of a GPT2LMHeadModel of transformers, which computes the same logits."""
+    """Return a copy of transformers' GPT2LMHeadModel that computes equal logits."""
     from transformers import GPT2Config
 
     config, usual = model.config.to_dict(), GPT2Config().to_dict()

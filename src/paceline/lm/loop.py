@@ -1,4 +1,4 @@
-"""The training loop. It yields what happened, record by record, and writes, prints and draws nothing.
+"""The training loop. It yields a record of each step and evaluation; it writes and prints nothing.
 
 .. code-block:: text
 
@@ -6,8 +6,8 @@
         → optimizer, schedule → yield Step
     every `evaluate_every` steps: for each view (live, average, …) the held-out loss → yield Evaluation
 
-Whenever it has yielded, a step is complete and `progress` says where the run is: the caller may save
-everything then, and a loop that starts from what was saved goes on as this one would have.
+After each yield a step is complete, and `progress` says where the run is. The caller may save everything
+then. A loop that starts from this state continues exactly as this one would.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.lm.batch import Batch, Numbers, Samples, load, numbers_at
+from paceline.lm.batch import Batch, Numbers, Samples, load_batches, numbers_at
 from paceline.lm.evaluate import LossOf, NotFiniteError, Stopped, autocast, held_out_loss, summed_loss
 from paceline.lm.parallel import ALONE, Ranks, local
 
@@ -31,36 +31,36 @@ View = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How to train; what to train is in `Trainee`."""
+    """The settings of the training loop. `Trainee` has the model and the data."""
 
     steps: int
     """Steps of the whole run."""
     batch_size: int
-    """Samples a step, on all ranks together."""
+    """Samples per step, on all ranks together."""
     micro_batch_size: int
-    """Samples that go through the model at once, on a rank; gradients of a step are added up over several."""
+    """Samples of one forward pass on a rank; a step adds up the gradients of several."""
     seed: int
-    """Of the order of samples."""
+    """The seed of the order of samples."""
     clip_norm: float | None = 1.0
-    """Limit of the norm of the whole gradient."""
+    """The largest norm of the whole gradient; None: no clipping."""
     precision: torch.dtype = torch.float32
-    """Of matrix products; weights stay as they are."""
+    """The precision of matrix products; weights keep theirs."""
     evaluate_every: int
     """Steps between evaluations; there is always one at the end."""
     max_skips: int = 0
-    """Steps in a row that may be left out because loss or gradient is not finite; 0: the first one ends
+    """How many steps in a row may be skipped because loss or gradient is not finite; 0: the first one ends
     the run."""
     workers: int = 0
     """Processes that read samples ahead."""
 
     def is_evaluated(self, step: int) -> bool:
-        """Whether there is an evaluation after that many steps."""
+        """Return whether an evaluation follows this step."""
         return step > 0 and (step % self.evaluate_every == 0 or step == self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainee:
-    """What is trained, and on what. The optimizer is any of torch's interface."""
+    """The model, any torch optimizer, and the data."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -68,36 +68,36 @@ class Trainee:
     samples: Samples
     held_out: Mapping[str, Samples]
     views: Mapping[str, View]
-    """Which weights to evaluate: a name, and a context in which the parameters hold them."""
+    """The weights to evaluate, by name: each a context in which the parameters hold them."""
     loss_of: LossOf = summed_loss
-    """The summed loss of a batch, compiled or not."""
+    """Returns the summed loss of a batch; may be compiled."""
     ranks: Ranks = ALONE
-    """Who else trains it."""
+    """The processes that train the model."""
     called: nn.Module | None = None
-    """What `ranks.spread` gave to be called in training; None: the model itself."""
+    """The module to call in training, from `ranks.spread`; None: the model itself."""
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(self.model.parameters()).device
 
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """Where a run is: after `step` steps. Changed by the loop, saved and restored by its caller."""
+    """The state of a run after `step` steps. The loop changes it; the caller saves and restores it."""
 
     step: int = 0
     evaluated: bool = True
     """Whether an evaluation that is due after this step has been done."""
     skips: int = 0
-    """Steps left out in a row, up to here."""
+    """How many of the last steps were skipped in a row."""
     batches: str = ""
-    """Digest of all batches up to here, in their order."""
+    """The digest of all batches so far, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step was taken, or left out."""
+    """The record of a step, taken or skipped."""
 
     step: int
     loss: float
@@ -110,21 +110,21 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Held-out loss after a step: by held-out set, then by view."""
+    """The held-out losses after a step: by held-out set, then by view."""
 
     step: int
     losses: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     batches: str = ""
-    """Digest of all that was trained on so far: runs with the same one have seen the same batches."""
+    """The digest of all batches so far: runs with equal digests have trained on the same data."""
 
 
 def train(
     trainee: Trainee, plan: Plan, progress: Progress, stop: Callable[[], bool] = lambda: False
 ) -> Iterator[Step | Evaluation]:
-    """Train from where `progress` is to the end of the plan, or until `stop()` is true."""
+    """Train from `progress` to the end of the plan, or until `stop()` is true; yield the records."""
     samples = trainee.samples
     numbers = partial(numbers_at, batch_size=plan.batch_size, samples=len(samples), seed=plan.seed)
-    batches = load(
+    batches = load_batches(
         samples,
         numbers,
         range(progress.step, plan.steps),
@@ -136,7 +136,8 @@ def train(
     try:
         yield from _evaluate(trainee, plan, progress, stop)
         stopping: bool | None = None
-        while progress.step < plan.steps and not ranks.hears(stop, stopping):  # before it waits for data
+        # Asked before it waits for data.
+        while progress.step < plan.steps and not ranks.should_stop(stop, stopping):
             step, stopping = _take_step(trainee, plan, progress, next(batches), numbers, stop)
             yield step
             yield from _evaluate(trainee, plan, progress, stop)
@@ -175,28 +176,29 @@ def _take_step(
     numbers: Callable[[int], Numbers],
     stop: Callable[[], bool],
 ) -> tuple[Step, bool]:
-    """The step, and whether a rank was asked to stop in it."""
+    """Take a step; return its record, and whether a rank was asked to stop."""
     model, optimizer, ranks = trainee.model, trainee.optimizer, trainee.ranks
     lr, targets = float(optimizer.param_groups[0]["lr"]), batch.target_count()
     ranks.reseed(plan.seed, progress.step)
     total = _gradient(trainee, plan, batch, targets)
     grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(grads)
-    # The one time that a step waits for the device: an update with NaN cannot be taken back.
-    known_loss, known_norm, norm, stopping = ranks.known(total, norm, stop)
+    # A step waits for the device only here: an update with NaN could not be undone.
+    known_loss, known_norm, norm, stopping = ranks.step_totals(total, norm, stop)
     fine = math.isfinite(known_loss) and math.isfinite(known_norm)
     if fine:
         if plan.clip_norm is not None:
             _clip_(grads, plan.clip_norm, norm)
-        optimizer.step(lambda: known_loss)  # ScheduleFree+, for one, steps by the loss
+        optimizer.step(lambda: known_loss)  # some optimizers, such as ScheduleFree+, use the loss
         progress.skips = 0
     elif progress.skips >= plan.max_skips:
         raise NotFiniteError(_explain(trainee, progress, known_loss, known_norm, numbers(progress.step)))
     else:
         progress.skips += 1
-    optimizer.zero_grad()  # nothing of this step is left for a checkpoint, an evaluation or the next
+    optimizer.zero_grad()  # also frees the gradients' memory for evaluation and checkpoint
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # the first may be left out
+        # torch warns if the optimizer's first step is skipped.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         trainee.scheduler.step()
     progress.step += 1
     progress.batches = batch.digest(progress.batches)
@@ -208,14 +210,14 @@ def _take_step(
 
 
 def _gradient(trainee: Trainee, plan: Plan, batch: Batch, targets: int) -> Tensor:
-    """Leave the gradient of the mean loss in the parameters; gives this rank's share of that loss."""
+    """Compute the gradient of the mean loss, and return this rank's share of that loss."""
     device, ranks, called = trainee.device, trainee.ranks, trainee.called or trainee.model
     total = torch.zeros((), device=device)
     parts = ranks.parts(batch, plan.micro_batch_size)
     for left, part in zip(reversed(range(len(parts))), parts, strict=True):
         with ranks.reducing(called, last=left == 0):
             with autocast(device, plan.precision):
-                # Not the mean of each micro batch: their targets would weigh unequally.
+                # Divided by all targets of the step, so that each target has the same weight.
                 loss = trainee.loss_of(called, part.to(device)) / max(targets, 1)
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
@@ -224,7 +226,8 @@ def _gradient(trainee: Trainee, plan: Plan, batch: Batch, targets: int) -> Tenso
 
 @torch.no_grad()
 def _clip_(grads: list[Tensor], limit: float, norm: Tensor) -> None:
-    """As torch's clip_grads_with_norm_, of the parts of gradients that are here."""
+    """Scale this rank's parts of gradients, so that the norm of the whole is at most the limit."""
+    # torch's clip_grads_with_norm_ takes parameters, not local parts of gradients.
     torch._foreach_mul_(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
 
 

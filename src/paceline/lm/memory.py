@@ -1,4 +1,4 @@
-"""Out of memory: what was needed, and what helps."""
+"""Explanations of out-of-memory errors, with what helps."""
 
 import re
 
@@ -10,14 +10,14 @@ _HELP = (
 
 
 def explain_memory(error: BaseException) -> str | None:
-    """A sentence about an error that says memory ran out; None for any other."""
+    """Return a sentence about an out-of-memory error; None for any other error."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
         free = re.search(r"of which ([\d.]+ \w+) is free", text)
         needed = f"{asked[1]} more were needed" if asked else "more was needed"
         left = f", {free[1]} are free" if free else ""
-        return f"the GPU's memory is full: {needed}{left}; {_HELP}, and so do fewer runs on it at once"
+        return f"the GPU's memory is full: {needed}{left}; {_HELP}, and so do fewer runs in parallel"
     asked = re.search(r"(?:you tried to allocate|unable to mmap) (\d+) bytes", text)
     if isinstance(error, MemoryError) or asked or "Cannot allocate memory" in text:
         needed = f"{int(asked[1]):,} bytes more were needed" if asked else "more was needed"
@@ -31,7 +31,7 @@ def _free() -> str:
 
 
 def available() -> int | None:
-    """Bytes of memory that a program may still take; None where the system does not say."""
+    """Return how many bytes of memory a program may still take; None if the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 (not a path of the user's)
             known = dict(line.split(":", 1) for line in file)

@@ -1,15 +1,15 @@
-"""Several processes that train one model: who takes which share, what they agree on, how a model is spread.
+"""Training of one model by several processes: shares of the data, communication, sharding.
 
-Nothing else in the engine knows how many there are. One process is `ALONE`, and talks to nobody. Started by
-torchrun, each process is a rank:
+No other module depends on the number of processes. A single process is `ALONE`, and does not communicate.
+Started by torchrun, each process is a rank:
 
 .. code-block:: text
 
     samples of a step, the same for any number of ranks → a share for each rank → gradients, summed over ranks
         → loss, norm of the gradient and "was I asked to stop?", summed in one message → all do the same
 
-With DDP every rank has the whole model. With FSDP2 weights, gradients and what the optimizer remembers are
-cut into shards; with `shards` fewer than ranks there are several such copies (HSDP).
+With DDP every rank has the whole model. With FSDP2 weights, gradients and the optimizer's state are cut into
+shards. With fewer shards than ranks there are several copies of the model (HSDP).
 """
 
 import hashlib
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 # A message of a step that does not come: the first may wait for others to compile.
 _STEP_TIMEOUT = timedelta(minutes=10)
-# One rank prepares data or writes while others wait. One that dies is noticed at once all the same.
+# Ranks wait this long while one prepares data or writes. A rank that dies is noticed immediately even so.
 _PATIENCE = timedelta(days=1)
 _PORT = "paceline-port"
 
@@ -50,78 +50,78 @@ _PORT = "paceline-port"
 class Ranks:
     """The processes of a run, seen from one of them.
 
-    What is called a collective must be called by all of them, in the same order.
+    All ranks must call the methods marked as collective, in the same order.
 
     >>> ALONE.is_first, ALONE.rounds(5, 2)
     (True, [range(0, 2), range(2, 4), range(4, 5)])
-    >>> Ranks(rank=1, size=2).rounds(5, 2)  # the other has 0 and 1, and waits in the second round
+    >>> Ranks(rank=1, size=2).rounds(5, 2)  # rank 0 has samples 0 and 1, and none in round 2
     [range(2, 4), range(4, 5)]
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device | None = None
-    """Of this rank; None: alone, and whatever the run says."""
+    """The device of this rank; None: that of the run's settings, for a single process."""
     mesh: "DeviceMesh | None" = None
-    """Over which weights are cut into shards; None: every rank has all of them."""
+    """The mesh over which weights are cut into shards; None: every rank has all weights."""
     host: "ProcessGroup | None" = None
-    """For what is said between hosts, and not between devices."""
+    """The process group for messages between CPUs."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes and speaks."""
+        """Return whether this is the rank that writes files and prints."""
         return self.rank == 0
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same part of a gradient."""
+        """The number of ranks with the same part of a gradient."""
         return self.size if self.mesh is None else self.size // self.mesh["shards"].size()
 
     # --- Shares ---
 
     def rounds(self, count: int, size: int) -> list[range]:
-        """Which of `count` things are this rank's, at most `size` at a time.
+        """Return this rank's share of range(count), in ranges of at most `size`.
 
-        As many rounds as any rank has: one with fewer has nothing in its last.
+        All ranks have equally many ranges; the last one may be empty.
         """
         own = range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
         most = -(-count // self.size)
         return [own[at : at + size] for at in range(0, most, size)]
 
     def parts(self, batch: Batch, size: int) -> list[Batch]:
-        """This rank's share of a batch, at most `size` samples at a time, as many parts on every rank.
+        """Return this rank's share of a batch, in parts of at most `size` samples.
 
-        Where it has nothing, a sample without targets: its gradient is 0, and collectives inside of the
-        model need everyone.
+        All ranks have equally many parts. An empty part is replaced by a sample without targets, whose
+        gradient is 0, because collectives inside of the model need all ranks.
         """
         if self.size == 1:
             return batch.split(size)
         rounds = self.rounds(len(batch.tokens), size)
-        return [batch.at(own) if own else batch.at(range(1)).silent() for own in rounds]
+        return [batch.at(own) if own else batch.at(range(1)).without_targets() for own in rounds]
 
     def reseed(self, seed: int, step: int) -> None:
-        """Random numbers of a step, for dropout: other ones on each rank, and the same whenever it is taken.
+        """Seed the random numbers of a step, for dropout: different on each rank, the same if repeated.
 
-        Alone they go on from where they were, and are saved.
+        Does nothing for a single process, whose random generator is in its checkpoints.
         """
         if self.size > 1:
             hashed = hashlib.blake2b(f"{seed} {step} {self.rank}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(hashed) >> 1)
 
-    # --- Sums and agreement: collectives ---
+    # --- Sums and agreement: all of these are collective ---
 
-    def known(
+    def step_totals(
         self, loss: Tensor, norm: Tensor, stop: Callable[[], bool]
     ) -> tuple[float, float, Tensor, bool]:
-        """What the host wants to know of a step, in one message and one wait for the device.
+        """Return loss, gradient norm, the norm as a tensor, and whether any rank was asked to stop.
 
-        Of the loss and the norm of the gradient of this rank's share: those over all ranks, the norm as a
-        tensor too, and whether any was asked to stop.
+        The arguments are this rank's share; the result covers all ranks. It takes one message and one wait
+        for the device.
         """
         if self.size == 1:
             known_loss, known_norm = torch.stack([loss, norm]).tolist()
             return known_loss, known_norm, norm, False
-        # Squares in float64: those of float32 neither overflow nor round there.
+        # In float64, squares of float32 numbers neither overflow nor round.
         square = norm.double().square() / self.copies
         sums = torch.stack([loss.double(), square, torch.full_like(square, float(stop()))])
         torch.distributed.all_reduce(sums)
@@ -130,7 +130,7 @@ class Ranks:
         return known_loss, math.sqrt(known_square), total, stops > 0
 
     def summed(self, total: Tensor, count: int) -> tuple[float, int]:
-        """A sum on the device and one on the host, over all ranks."""
+        """Return the sums of a number on the device and a number on the host over all ranks."""
         if self.size == 1:
             return total.item(), count
         sums = torch.stack([total, torch.full_like(total, count)])
@@ -139,21 +139,24 @@ class Ranks:
         return known, round(counted)
 
     def any(self, fact: bool) -> bool:
-        """Whether something is true on any rank."""
+        """Return whether something is true on any rank."""
         if self.size == 1:
             return fact
         found = torch.tensor(int(fact))
         torch.distributed.all_reduce(found, group=self.host)
         return bool(found)
 
-    def hears(self, stop: Callable[[], bool], agreed: bool | None) -> bool:
-        """Whether to stop before the next step: alone at once, else if it was agreed on in the last one."""
+    def should_stop(self, stop: Callable[[], bool], agreed: bool | None) -> bool:
+        """Return whether to stop before the next step.
+
+        Several ranks stop if they agreed so in the last step (`agreed`); a single process asks `stop` now.
+        """
         if self.size > 1 and agreed is not None:
             return agreed
         return self.any(stop())
 
     def of_first(self, work: Callable[[], T]) -> T:
-        """What work gives on the first rank, which alone does it, or the error that it raises there."""
+        """Run work on the first rank only; return its result, or raise its error, on all ranks."""
         if self.size == 1:
             return work()
         said: list[Any] = [_tried(work) if self.is_first else None]
@@ -164,7 +167,7 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """What work gives on each rank. If it fails on one, all raise its error, with its rank."""
+        """Run work on all ranks and return all results. If it fails on one, all raise its error."""
         if self.size == 1:
             return [work()]
         said: list[Any] = [None] * self.size
@@ -177,9 +180,9 @@ class Ranks:
     # --- The model ---
 
     def spread(self, model: nn.Module, device: torch.device) -> tuple[nn.Module, nn.Module]:
-        """A model on its device, or on all of theirs, and what to call for a loss whose gradient is summed.
+        """Distribute a model; return it, and the module to call in training, which sums gradients.
 
-        The weights must be the same on every rank; they are where their seed is.
+        The weights must be equal on all ranks, as they are after the same seed.
         """
         if self.mesh is not None:
             return _sharded(model, self.mesh)
@@ -190,17 +193,18 @@ class Ranks:
 
         ids = [device.index] if device.type == "cuda" else None
         with warnings.catch_warnings():
-            # torch 2.13 has another name for it, which earlier ones do not know.
+            # torch 2.13 renamed the argument; earlier versions do not know the new name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
             called = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
         called.register_comm_hook(None, lambda state, bucket: _summed(bucket))
-        # Attributes go in this order. Were DDP's reducer the last to let go of the group, it would wait for
-        # the group's threads and keep Python's lock, which one of them may want; Python gives that up first.
+        # Against a deadlock at exit: DDP's reducer must not be the last to release the process group, because
+        # it would wait for the group's threads while it keeps Python's lock, which they may need. This
+        # attribute, made last, is deleted last, and Python releases its lock for that.
         called.group_to_the_end = called.process_group  # type: ignore[assignment]
         return model, called
 
     def reducing(self, called: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a part of a step: gradients are summed over ranks at the last."""
+        """Return a context for a part of a step, which sums gradients over ranks if it is the last."""
         if self.size == 1:
             return nullcontext()
         if self.mesh is None:
@@ -220,7 +224,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that another process can take in."""
+    """Return a copy of an error that can be sent to another process."""
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error), error.filename)
     kind = type(error)
@@ -239,7 +243,7 @@ def _named(error: Exception, rank: int) -> Exception:
 
 
 def _summed(bucket: Any) -> Any:
-    """Gradients of ranks add up: each is of its share of the mean. (DDP by itself would divide.)"""
+    """Sum gradients over ranks: each is already a share of the mean, which DDP would divide again."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
@@ -249,20 +253,20 @@ def _sharded(model: nn.Module, mesh: "DeviceMesh") -> tuple[nn.Module, nn.Module
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for module in (*_blocks(model), model):
-        # Cut again after every pass: while the whole stands there, an average that is shown would be seen in
-        # the shards only.
+        # Resharded after each forward pass: an average is shown in the shards, and would not appear in
+        # whole weights that remain.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    # Nothing here works in place on what a model gives: summed_loss casts it.
+    # The warning is about in-place changes of a model's output; summed_loss makes none.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)  # they add up: each is of its share of the mean
+            module.set_gradient_divide_factor(1.0)  # each rank's is already a share of the mean
     return model, model
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a model: what its outermost lists hold."""
+    """Yield the layers of a model: the items of its outermost module lists."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -274,20 +278,20 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor is spread over ranks."""
-    # No such tensor exists before its module is imported, and importing it costs one process half a second.
+    """Return whether a tensor is sharded over ranks."""
+    # No sharded tensor exists before torch imports this module, and to import it takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     with torch.no_grad():
         return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """A whole tensor, the same on every rank, cut as another one of its shape is; without communication."""
+    """Shard a tensor that is equal on all ranks as another one of its shape, without communication."""
     if not is_sharded(tensor) or whole.shape != tensor.shape:
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -302,12 +306,12 @@ def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto") -> Iterator[Ranks]:
-    """The ranks that torchrun started, or `ALONE`.
+    """Yield the ranks that torchrun started, or `ALONE`.
 
     Arguments:
         how: "ddp" or "fsdp2".
         shards: how many ranks share one copy of the weights (fsdp2); None: all.
-        device: "cpu", "cuda", or "auto": GPUs where there are some, each rank its own.
+        device: "cpu", "cuda", or "auto": GPUs if there are any, one for each rank.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
@@ -320,7 +324,7 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
     from torch.distributed.rendezvous import rendezvous
 
     rank = int(os.environ["RANK"])
-    # Held to the end: without torchrun it is in the first rank, and others may not have read it yet.
+    # Kept to the end: without torchrun this store is in the first rank, and others may not have read it.
     kept, _, _ = next(rendezvous("env://", timeout=_STEP_TIMEOUT))
     on_gpu = own.type == "cuda"
     distributed.init_process_group(
@@ -344,20 +348,18 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
         yield ranks
         distributed.barrier(group=host)
     except BaseException:
-        # Others may be gone: nothing is said to them any more.
+        # No barrier: other ranks may have died.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
-    # torchrun asks all to stop as soon as one has left with an error.
+    # torchrun sends SIGTERM to all ranks as soon as one has failed.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     distributed.destroy_process_group()
 
 
 def _store(kept: "Store", rank: int, size: int) -> "Store":
-    """Where ranks find each other: a place that the first opens, and that goes with it.
-
-    torchrun's own is kept when it starts ranks again, with the addresses of the dead in it. So all that is
-    read there is where the first is; if nobody answers, it is an old one, and a new one will come.
-    """
+    """Return a store through which ranks find each other, opened by rank 0 for its lifetime."""
+    # torchrun's own store survives a restart of the ranks, with the addresses of dead processes in it. So
+    # only rank 0's port is read from it. If nobody answers there, it is an old one: wait for the new one.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host = os.environ["MASTER_ADDR"]

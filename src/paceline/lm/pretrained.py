@@ -1,6 +1,6 @@
-"""Causal language models of transformers: from the hub, a folder or a GGUF file, and into a folder.
+"""Causal language models of transformers: load them from the hub, a folder or a GGUF file, and export them.
 
-Weights are read from safetensors or GGUF, never from a pickle, and no code that comes with a model is run.
+Weights are read from safetensors or GGUF, never from a pickle, and code that comes with a model is never run.
 """
 
 import copy
@@ -25,9 +25,9 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 @final
 class Pretrained(nn.Module):
-    """A causal language model of transformers, called as the engine calls a model.
+    """A causal language model of transformers, with the arguments and results of `GPT`.
 
-    Parameters and state dict have the names that they have in transformers and its files.
+    Parameters and state dict keep their names in transformers.
     """
 
     whole: Any
@@ -35,8 +35,8 @@ class Pretrained(nn.Module):
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
-        # As a submodule it would put its name in front of all others. So it is none, and this module shares
-        # its tables of parts: what is moved, cast, sharded or replaced here is so there.
+        # As a submodule it would add a prefix to all names. So both modules share their tables of
+        # parameters, buffers and submodules: a change in one, such as a move or a cast, is one in both.
         self.__dict__["whole"] = whole
         for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[table] = whole.__dict__[table]
@@ -44,19 +44,19 @@ class Pretrained(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids must be below it."""
+        """The size of the vocabulary: token ids must be below it."""
         return int(self.whole.get_input_embeddings().num_embeddings)
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module."""
+        """Set training or evaluation mode, as torch's `Module.train` does."""
         self.whole.training = mode
         return super().train(mode)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits of the next token at every place.
+        """Return the logits of the next token at every place.
 
-        With positions, and neither attention mask nor cache, transformers takes every place where they do
-        not go on by one for the beginning of an example; `separates_examples` tells whether a model does.
+        Without attention mask and cache, transformers begins a new example where positions do not increase
+        by 1. `separates_examples` returns whether a model supports that.
         """
         given = {} if positions is None else {"position_ids": positions}
         return self.whole(input_ids=tokens, use_cache=False, **given).logits  # type: ignore[no-any-return]
@@ -68,16 +68,16 @@ class Pretrained(nn.Module):
 def load_pretrained(
     name: str | Path, *, attention: str = "sdpa", activation_checkpointing: bool = False
 ) -> tuple[Pretrained, Any]:
-    """A model in float32, in evaluation mode, and its tokenizer.
+    """Load a model in float32, in evaluation mode, and its tokenizer.
 
     Arguments:
-        name: a folder with config, safetensors and tokenizer; a .gguf file, whose weights are unpacked to
-            float32; or a name of the Hugging Face hub (owner/model, owner/model/file.gguf). Of folders and
-            files that are here, nothing is asked of the network.
-        attention: "sdpa", or "eager" for the few models that have no other. Any other implementation is
-            code that transformers may fetch from the hub, and is refused.
-        activation_checkpointing: keep only the input of each layer for the backward pass and compute the
-            rest again, to save memory.
+        name: a folder with config, safetensors and tokenizer; a .gguf file, whose weights are converted to
+            float32; or a name of the Hugging Face hub (owner/model, owner/model/file.gguf). Local folders
+            and files need no network.
+        attention: "sdpa", or "eager" for the few models without it. Other implementations are refused,
+            because transformers may fetch their code from the hub.
+        activation_checkpointing: keep only the input of each layer for the backward pass, and recompute the
+            rest, to save memory.
     """
     if attention not in ("sdpa", "eager"):
         raise ValueError(f"Invalid attention: {attention!r}; allowed: sdpa, eager")
@@ -90,7 +90,7 @@ def load_pretrained(
     if not is_here and not _HUB_NAME.fullmatch(at_hub):
         raise FileNotFoundError(f"no model {name}: no such folder or .gguf file, and not a name of the hub")
     source = str(path.parent if is_gguf else path) if is_here else at_hub
-    # trust_remote_code: its default asks on the terminal.
+    # Without trust_remote_code=False, transformers would ask on the terminal.
     options: dict[str, Any] = {"local_files_only": is_here, "trust_remote_code": False}
     if is_gguf:
         with needed_for("a GGUF file"):
@@ -126,7 +126,7 @@ def load_pretrained(
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A tokenizer of transformers that was saved in a folder."""
+    """Load a tokenizer of transformers from a folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -141,7 +141,7 @@ def _check_complete(folder: Path) -> None:
 
 
 def _refuse_unsafe(source: str, is_here: bool) -> None:
-    """Refuse what would run code, from the settings alone, before anything else is loaded."""
+    """Raise ValueError for a model with its own code or quantized weights; read only its settings."""
     from transformers import PretrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -156,7 +156,7 @@ def _refuse_unsafe(source: str, is_here: bool) -> None:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Without the progress bars of transformers, which is a setting of the process."""
+    """Disable the progress bars of transformers, and restore their setting at the end."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -169,7 +169,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def _unquantized(model: Any, attention: str) -> Any:
-    """A copy that knows nothing of the GGUF file it came from, and is saved and loaded as any model."""
+    """Return a copy of a GGUF model as an ordinary one, which can be saved and loaded."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(model.config)
@@ -185,11 +185,11 @@ def _unquantized(model: Any, attention: str) -> Any:
 
 
 def separates_examples(module: nn.Module, vocabulary: int) -> bool:
-    """Whether a model keeps examples apart that are packed into one row: tried out on a few tokens.
+    """Return whether a model keeps packed examples of one row apart, by a test on a few tokens.
 
-    Other tokens in the first example must leave the logits of the second, and of the next row, where they
-    are. Many models of transformers take positions and do nothing with them, without an error: recurrent
-    ones (Mamba, RWKV, Qwen3-Next in part), those of ALiBi (Bloom, MPT), OPT, Falcon.
+    Different tokens in the first example must not change the logits of the second, nor those of the next
+    row. Many models of transformers accept positions and ignore them, without an error. Among them are
+    recurrent ones (Mamba, RWKV, Qwen3-Next in part), those with ALiBi (Bloom, MPT), OPT and Falcon.
     """
     device = next(module.parameters()).device
     first = 3
@@ -200,7 +200,7 @@ def separates_examples(module: nn.Module, vocabulary: int) -> bool:
     with evaluating(module):
         logits = (module(given, positions)[..., :vocabulary] for given in (tokens, other))
         moved = (next(logits) - next(logits)).abs().flatten(0, 1)
-    # What is masked adds exactly nothing; even a faint leak of a small untrained model is 1e-3 of its cause.
+    # Masked tokens add exactly 0. Even in a small untrained model a leak is 1e-3 of the change.
     return bool(moved[first:].max() <= 1e-5 * moved[:first].max())
 
 
@@ -208,9 +208,9 @@ def separates_examples(module: nn.Module, vocabulary: int) -> bool:
 
 
 def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path:
-    """Write a folder that plain transformers loads: config, tokenizer, the weights the parameters hold.
+    """Write config, tokenizer and the current weights to a folder, which transformers loads. Return it.
 
-    It appears whole or not at all, and never in place of another.
+    The folder appears when it is complete.
 
     Arguments:
         module: a `GPT` or a `Pretrained`.
@@ -219,7 +219,7 @@ def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is there already; choose another folder")
+        raise FileExistsError(f"{folder} exists already; choose another folder")
     if not isinstance(module, GPT | Pretrained):
         raise TypeError(f"only a GPT or a Pretrained can be exported, not {type(module).__name__}")
     whole = to_transformers(module) if isinstance(module, GPT) else module.whole

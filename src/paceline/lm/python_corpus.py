@@ -1,8 +1,8 @@
-"""The embedded corpus: the English text that ships inside every Python.
+"""The embedded corpus: the English text that ships with every Python.
 
-Help topics (`pydoc_data`) and the docstrings of the standard library, about 2 MB. They are read from the
-sources of the Python that runs, without importing any of its modules; another version of Python has a
-slightly different text, and the fingerprint says so.
+It consists of help topics (`pydoc_data`) and the docstrings of the standard library, about 2 MB. They are
+read from the source files of the running Python; no module is imported. Versions of Python differ slightly
+in their text, and so in the fingerprint.
 """
 
 import ast
@@ -36,12 +36,12 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all the text."""
+        """The sha256 of all the text."""
         text = "\f\f".join("\f".join(part) for part in (self.training, self.held_out))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """What tells this corpus from that of another Python."""
+        """Return JSON that identifies the corpus: version of Python and sha256."""
         return {"corpus": "python", "python": self.python, "sha256": self.fingerprint}
 
 
@@ -49,8 +49,8 @@ def python_corpus() -> Corpus:
     """Read the embedded corpus (some seconds)."""
     texts = dict(_topics_and_docstrings(Path(sysconfig.get_path("stdlib"))))
     held_out = _chosen(texts)
-    # Topics contain each other, modules copy docstrings. Every paragraph stays once, where it comes first;
-    # held-out documents come before all others, so that they stay whole and nothing of them is trained on.
+    # Topics and docstrings repeat each other. Only the first copy of a paragraph stays. Held-out documents
+    # come first, so that they stay complete and none of their paragraphs is in the training part.
     seen: set[str] = set()
     unseen = {
         name: _without_seen(texts[name], seen) for name in sorted(texts, key=lambda n: (n not in held_out, n))
@@ -63,7 +63,7 @@ def python_corpus() -> Corpus:
 
 
 def _chosen(texts: dict[str, str]) -> set[str]:
-    """The held-out documents: in an order as good as random, all that still fit into their share."""
+    """Return the names of the held-out documents: those that fit into their share, in order of a hash."""
     room = _HELD_OUT * sum(map(len, texts.values()))
     chosen = set()
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
@@ -74,7 +74,7 @@ def _chosen(texts: dict[str, str]) -> set[str]:
 
 
 def _without_seen(text: str, seen: set[str]) -> str:
-    """The text without the paragraphs that were seen, however they were wrapped; it adds to them."""
+    """Return the text without paragraphs in `seen`, and add the others. Line breaks do not matter."""
     kept = []
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())
@@ -85,7 +85,7 @@ def _without_seen(text: str, seen: set[str]) -> str:
 
 
 def _topics_and_docstrings(library: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of every document; a topic is one, and so are the docstrings of a module."""
+    """Yield name and text of every document: a help topic, or all docstrings of a module."""
     found = False
     for folder, folders, files in os.walk(library):
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith("config-")]
@@ -93,7 +93,7 @@ def _topics_and_docstrings(library: Path) -> Iterator[tuple[str, str]]:
             found = True
             name = path.relative_to(library).as_posix()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of sources that are not ours
+                warnings.simplefilter("ignore")  # about source files of Python
                 tree = ast.parse(path.read_bytes())
             if name == "pydoc_data/topics.py":
                 (topics,) = (ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign))
@@ -105,7 +105,7 @@ def _topics_and_docstrings(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(node: ast.AST) -> Iterator[str]:
-    """Docstrings in and below a module, class or function, in the order of the source."""
+    """Yield the docstrings of a module, class or function and of all inside it, in source order."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield from filter(None, [ast.get_docstring(node)])
     for child in ast.iter_child_nodes(node):

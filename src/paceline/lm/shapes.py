@@ -1,4 +1,4 @@
-"""How large a GPT is, and what a token costs to train on. Imports no torch: it answers at once."""
+"""The sizes of a GPT, and the operations per training token. Imports no torch, to be quick."""
 
 import difflib
 import re
@@ -11,20 +11,20 @@ from typing import final
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTShape:
-    """How large a GPT is."""
+    """The sizes of a GPT."""
 
     vocabulary: int
-    """Token ids are below it; so many logits come out."""
+    """The number of token ids."""
     length: int
-    """Most tokens of a sequence: learned positions."""
+    """The longest sequence, in tokens: the number of learned positions."""
     width: int
-    """Numbers that stand for a token inside."""
+    """The length of a token's vector."""
     layers: int
     heads: int
     dropout: float = 0.0
     vocabulary_multiple: int = 1
-    """The embedding has rows up to the next multiple, because GPUs multiply odd sizes slowly. The rows too
-    many are parameters, are zero in the beginning, and never get a gradient: their logits are -inf."""
+    """The rows of the embedding are rounded up to a multiple of this, because GPUs multiply odd sizes slowly.
+    The extra rows are parameters that begin at 0 and never get a gradient: their logits are -inf."""
     bias: bool = True
     """Whether norms and linear layers add a bias, as GPT-2's do."""
 
@@ -40,12 +40,12 @@ class GPTShape:
 
     @property
     def rows(self) -> int:
-        """Rows of the embedding."""
+        """The number of rows of the embedding."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
     def parameters(self) -> int:
-        """All of them; the embedding, which is also the last layer, counts once.
+        """The number of all parameters. The embedding, which is also the last layer, counts once.
 
         >>> shape_of("gpt2", 50257, 1024).parameters
         124439808
@@ -55,8 +55,8 @@ class GPTShape:
         return (self.rows + self.length) * self.width + self.layers * block + last
 
 
-# Width, layers, heads. The number in a name is that of all parameters, embedding and positions included,
-# with a vocabulary of 4,096 and 256 positions, to within a fifth.
+# Width, layers, heads. The number in a name is that of all parameters, to within a fifth, with a vocabulary
+# of 4,096 and 256 positions.
 _SIZES = {
     "gpt:0.3m": (48, 4, 3),
     "gpt:1m": (128, 3, 4),
@@ -71,10 +71,10 @@ _GPT2 = GPTShape(vocabulary=50257, length=1024, width=768, layers=12, heads=12)
 
 
 def shape_of(name: str, vocabulary: int, length: int) -> GPTShape:
-    """The shape of a named size: gpt:0.3m, gpt:1m, …, gpt:88m, or gpt2.
+    """Return the shape of a named size: gpt:0.3m, gpt:1m, …, gpt:88m, or gpt2.
 
-    The number counts all parameters at a vocabulary of 4,096 and 256 positions. "gpt2" is GPT-2 as it was
-    published: its vocabulary of 50,257, its 1,024 positions, however few of them `length` uses.
+    The number counts all parameters at a vocabulary of 4,096 and 256 positions. "gpt2" is the published
+    GPT-2, with a vocabulary of 50,257; it has 1,024 positions even if `length` is smaller.
 
     >>> shape_of("gpt:1m", 4096, 256).parameters
     1152128
@@ -103,7 +103,7 @@ def _nearest(name: str) -> str:
 
 # --- Operations -----------------------------------------------------------------------------------
 
-# Dense matrix products in bfloat16, floating-point operations a second, as their makers state.
+# Floating-point operations per second of dense matrix products in bfloat16, as the makers state them.
 PEAK = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -119,9 +119,9 @@ PEAK = {
 
 
 def operations_of(weights: int, layers: int, width: int, length: int) -> float:
-    """Of one token, forward and backward: 6 for every weight that multiplies, and attention over the length.
+    """Return the operations per token, forward and backward: 6 for each weight, and attention.
 
-    Attention counts 12 · layers · width · length, as in the PaLM paper, masked half included.
+    Attention takes 12 · layers · width · length, as in the PaLM paper, its masked half included.
 
     >>> operations_of(124_439_808 - 1024 * 768, layers=12, width=768, length=1024)
     855166464.0

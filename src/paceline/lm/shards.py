@@ -1,12 +1,12 @@
-"""Token shards: documents turned into tokens once, then read as windows straight from the disk.
+"""Token shards: documents tokenized once, then read from the disk as windows.
 
 .. code-block:: text
 
     folder/  manifest.json        written last: without it the folder is not finished
              tokens-00000.bin     raw little-endian uint16 or uint32, an end-of-text token after each document
-             progress.json        while preparing: how far the work is saved
+             progress.json        while preparing: how much is saved
 
-A document may go on in the next shard; all shards but the last have the same size.
+A document may continue in the next shard. All shards but the last have the same size.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from paceline.lm.files import locked, plain_file, remove_temporary, sha256_of, s
 FORMAT = 1
 _MANIFEST, _PROGRESS = "manifest.json", "progress.json"
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_BATCH = 2**20  # characters tokenized at once: enough for all cores, some 100 MB of memory
+_BATCH = 2**20  # characters tokenized in one call: enough for all cores, some 100 MB of memory
 
 Array = NDArray[np.unsignedinteger[Any]]
 
 
 class Encodes(Protocol):
-    """What preparing needs of a vocabulary."""
+    """The part of a vocabulary that `prepare` needs."""
 
     @property
     def size(self) -> int: ...
@@ -49,7 +49,7 @@ class Encodes(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of tokens."""
+    """The manifest's entry for a file of tokens."""
 
     name: str
     tokens: int
@@ -74,12 +74,12 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """Tokens in all."""
+        """The number of tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the tokens and how they are written, not of where they came from."""
+        """The sha256 of the tokens and their format; it does not depend on their source."""
         content = [self.dtype, self.vocabulary, *(shard.sha256 for shard in self.shards)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -97,20 +97,19 @@ def prepare(
     save_tokens: int = 2**22,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> Tokens:
-    """Tokenize documents into a folder; what was finished is not done again.
+    """Tokenize documents into a folder, or open the folder if that is done.
 
-    Killed at any moment, it goes on where it last saved when called again with the same arguments, without
-    tokenizing what came before, and ends in the same bytes.
+    It may be killed at any time. Called again with the same arguments it resumes after its last save, and
+    writes the same bytes.
 
     Arguments:
-        documents: the same in the same order each time.
-        vocabulary: what encodes them.
-        folder: made if need be; one that holds tokens of anything else is refused.
-        source: what the documents are, as JSON; it stands for them when a call goes on with the work of
-            another.
+        documents: the same in the same order in each call.
+        vocabulary: the tokenizer.
+        folder: created if needed; one with other tokens is refused.
+        source: where the documents come from, as JSON; a call resumes only work of the same source.
         shard_tokens: tokens of a file.
-        save_tokens: work that may be lost, in tokens (some seconds).
-        progress: called with the documents and tokens done so far.
+        save_tokens: tokens between two saves (some seconds), which an interrupt may lose.
+        progress: called with the numbers of documents and tokens so far.
     """
     if shard_tokens < 1 or save_tokens < 1:
         raise ValueError(f"Invalid {shard_tokens=}, {save_tokens=}; allowed: 1 or more")
@@ -155,7 +154,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _encoded(batch: list[str], vocabulary: Encodes, dtype: np.dtype[Any]) -> Array:
-    """The tokens of all documents, each with its end."""
+    """Return the tokens of all documents, each followed by the end-of-text token."""
     ids: list[int] = []
     for found in vocabulary.encode(batch):
         if found:
@@ -167,7 +166,7 @@ def _encoded(batch: list[str], vocabulary: Encodes, dtype: np.dtype[Any]) -> Arr
 
 
 class _Writer:
-    """Tokens on their way into shards. What was saved stays; what came after is written again."""
+    """A writer of shards, which resumes after the last save."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder, self.settings = folder, settings
@@ -186,7 +185,7 @@ class _Writer:
         return self.folder / f"tokens-{number:05d}.bin"
 
     def _cut_back(self) -> None:
-        """Forget what was written after the last save."""
+        """Remove everything written after the last save."""
         number, inside = divmod(self.tokens, self.shard_tokens)
         for path in sorted(self.folder.glob("tokens-*.bin")):
             if path > self._path(number) or (path == self._path(number) and not inside):
@@ -199,7 +198,7 @@ class _Writer:
             os.truncate(self._path(i), needed)
 
     def write(self, tokens: Array, *, documents: int) -> None:
-        """Append the tokens of this many documents."""
+        """Append the tokens of some documents."""
         self.documents += documents
         while len(tokens):
             number, inside = divmod(self.tokens, self.shard_tokens)
@@ -212,7 +211,7 @@ class _Writer:
             self.tokens += len(part)
 
     def save(self) -> None:
-        """Have everything so far survive."""
+        """Save everything so far, so that an interrupt cannot lose it."""
         full, inside = divmod(self.tokens, self.shard_tokens)
         for number in range(len(self.shards), full):
             self.shards.append(self._shard(number))
@@ -222,7 +221,7 @@ class _Writer:
         self.saved = self.tokens
 
     def finish(self) -> None:
-        """Make the folder one of prepared tokens."""
+        """Save the last shard and write the manifest."""
         if not self.tokens:
             raise ValueError(f"no documents to prepare for {self.folder}, or only empty ones")
         self.save()
@@ -245,7 +244,7 @@ class _Writer:
 
 
 def _check_same(settings: dict[str, Any], found: dict[str, Any], folder: Path) -> None:
-    """Refuse to go on with, or to take for one's own, the work of another call."""
+    """Raise ValueError if a folder was prepared with other settings."""
     say, other = reprlib.repr, {key: ours for key, ours in settings.items() if found.get(key) != ours}
     if other:
         changes = "; ".join(f"{key} {say(found.get(key))} → {say(ours)}" for key, ours in other.items())
@@ -256,11 +255,11 @@ def _check_same(settings: dict[str, Any], found: dict[str, Any], folder: Path) -
 
 
 def open_tokens(folder: Path, *, verify: bool = False) -> Tokens:
-    """Prepared tokens, after a look at their manifest and the sizes of their files.
+    """Open prepared tokens, after a check of their manifest and the sizes of their files.
 
     Arguments:
         folder: what `prepare` wrote.
-        verify: compare the hashes too, which reads everything.
+        verify: check the hashes too, which reads all files.
     """
     folder = Path(folder).absolute()
     manifest = _read_json(folder, _MANIFEST)
@@ -294,7 +293,7 @@ def _count(entry: dict[str, Any], key: str) -> int:
 
 
 def _opened(folder: Path, entry: dict[str, Any], manifest: dict[str, Any], verify: bool) -> Shard:
-    """A shard that is there and has its size; tokens beyond the vocabulary are refused."""
+    """Return a shard after a check of its size and its largest token."""
     dtype = _DTYPES.get(manifest["dtype"])
     if dtype is None:
         raise ValueError(f"{folder / _MANIFEST}: dtype {manifest['dtype']!r}; allowed: {', '.join(_DTYPES)}")
@@ -305,9 +304,9 @@ def _opened(folder: Path, entry: dict[str, Any], manifest: dict[str, Any], verif
         raise ValueError(f"{path} has {size} bytes; the manifest says {entry['bytes']} and {needed}")
     if verify and sha256_of(path) != entry["sha256"]:
         raise ValueError(f"{path} has changed since it was prepared: its sha256 is not {entry['sha256']}")
-    # Where another tool left the largest token out, it takes a look at all.
-    looked_up = "largest" in entry and not verify
-    largest = _count(entry, "largest") if looked_up else _largest(_mapped(path, dtype))
+    # A manifest of another tool may lack the largest token; then all tokens are read.
+    is_known = "largest" in entry and not verify
+    largest = _count(entry, "largest") if is_known else _largest(_mapped(path, dtype))
     if largest >= manifest["vocabulary"]:
         raise ValueError(f"{path} holds the token {largest}; allowed: below {manifest['vocabulary']}")
     return Shard(name=path.name, tokens=tokens, bytes=size, sha256=str(entry["sha256"]), largest=largest)
@@ -333,7 +332,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> Array:
 
 
 def _largest(tokens: Array) -> int:
-    """By parts, so that little memory is needed."""
+    """Return the largest token, reading parts to save memory."""
     return max(int(tokens[at : at + 2**24].max()) for at in range(0, len(tokens), 2**24))
 
 
@@ -342,10 +341,10 @@ def _largest(tokens: Array) -> int:
 
 @final
 class Windows:
-    """Samples for pretraining: windows of equal length side by side over all shards.
+    """Samples for pretraining: adjacent windows of equal length over all shards.
 
-    Sample i is tokens[i * length : i * length + length] with the next token of each as its target. Documents
-    follow each other in a window, an end-of-text token between them.
+    Sample i is tokens[i * length : i * length + length]; the target of each token is the next one. A window
+    may contain several documents, with an end-of-text token between them.
     """
 
     def __init__(self, tokens: Tokens, length: int) -> None:
@@ -361,13 +360,13 @@ class Windows:
         self._ends = np.cumsum([shard.tokens for shard in tokens.shards])
 
     def __reduce__(self) -> tuple[type["Windows"], tuple[Tokens, int]]:
-        return Windows, (self._tokens, self.length)  # a worker process maps the files itself
+        return Windows, (self._tokens, self.length)  # a worker process maps the files again
 
     def __len__(self) -> int:
         return (self._tokens.count - 1) // self.length
 
     def batch(self, numbers: Sequence[int] | Numbers) -> Batch:
-        """These windows, in this order."""
+        """Return the windows of these numbers, in this order."""
         numbers = np.asarray(numbers, dtype=np.int64)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"window {numbers.min()} or {numbers.max()}; allowed: 0 to {len(self) - 1}")
@@ -379,16 +378,16 @@ class Windows:
             shard, place = self._place(numbers[row] * self.length + column)
             path, token = self._tokens.folder / self._tokens.shards[shard].name, windows[row, column]
             raise ValueError(f"{path}: token {token} at place {place}; allowed: below {self.vocabulary}")
-        # Copied by numpy: 64 windows of 1,024 take 1.1 ms, and 1.7 ms if torch uses its threads for it.
+        # Copied by numpy, which is faster here than torch with its threads.
         return Batch(torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy()), None)
 
     def _place(self, position: int) -> tuple[int, int]:
-        """The shard of a token, and its place in there."""
+        """Return the number of a token's shard, and its place in it."""
         shard = int(np.searchsorted(self._ends, position, side="right"))
         return shard, int(position - self._ends[shard]) + len(self._shards[shard])
 
     def _read_into(self, window: Numbers, start: int) -> None:
-        """Fill a window with the tokens from there on, of several shards if it must."""
+        """Fill a window with the tokens from a position on, which may be in several shards."""
         shard, place = self._place(start)
         while len(window):
             part = self._shards[shard][place : place + len(window)]

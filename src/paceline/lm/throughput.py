@@ -1,4 +1,4 @@
-"""How much of a GPU a run makes use of."""
+"""The share of a GPU's peak speed that a run uses."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from paceline.lm.shapes import PEAK, operations_of
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Operations a second that a device can do at most; None where it is not known."""
+    """Return the peak operations per second of a device; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -17,9 +17,9 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def operations_per_token(model: nn.Module, length: int) -> float:
-    """Of one token, forward and backward, as `operations_of` counts them.
+    """Return the operations per token of a model, forward and backward.
 
-    Embeddings that only look up are left out; one that is also the last layer counts.
+    Embeddings do not count, unless they are also the last layer.
 
     >>> from paceline.lm.gpt import shape_of
     >>> model = GPT(shape_of("gpt:0.3m", vocabulary=100, length=16))

@@ -1,7 +1,7 @@
-"""Vocabularies: what turns text into token ids. GPT-2's, a model's own, or one trained on the documents.
+"""Vocabularies turn text into token ids: GPT-2's, a model's own, or one trained on the documents.
 
-Every one is a tokenizer of the `tokenizers` library underneath. Text is only ever text: neither are special
-tokens added to it, nor is "<|endoftext|>" in a document taken for the end of one.
+Each one wraps a tokenizer of the `tokenizers` library. It adds no special tokens to a text, and
+"<|endoftext|>" inside of a document is encoded as plain text.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _END = "<|endoftext|>"
-_ENDS = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # by falling preference, if nothing is said
-_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # as OpenAI and transformers call them
+_ENDS = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # by preference, if none is configured
+_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # names of OpenAI and transformers
 _BYTES = 256
 
 
@@ -34,21 +34,21 @@ class Vocabulary:
     end_of_text: int
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, and none besides."""
+        """Return the tokens of each text, without special tokens."""
         return [found.ids for found in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens; ends of documents are written out."""
+        """Return the text of these tokens; end-of-text tokens appear in it."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     @cached_property
     def size(self) -> int:
-        """All token ids are below it; not always their number, since some tokenizers leave gaps."""
+        """The largest token id + 1; larger than the number of tokens if a tokenizer has gaps."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of what decides the tokens of a text; a new version of `tokenizers` may word it anew."""
+        """The sha256 of all that decides the tokens; it may change with the version of `tokenizers`."""
         whole = json.loads(self.tokenizer.to_str())
         parts = [whole[part] for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
         return hashlib.sha256(json.dumps([self.end_of_text, *parts]).encode()).hexdigest()
@@ -63,13 +63,13 @@ class Vocabulary:
 
 
 def open_vocabulary(where: str | Path, documents: Iterable[str] = ()) -> Vocabulary:
-    """The vocabulary of that name.
+    """Read a vocabulary, or train one on the documents.
 
     Arguments:
-        where: "bpe:2048" trains a byte-level BPE of that size on the documents; a tokenizer.json or a folder
-            with one, or with GPT-2's encoder.json and vocab.bpe, is read; any other name, such as "gpt2", is
-            one of the Hugging Face hub.
-        documents: read only to train.
+        where: "bpe:2048" trains a byte-level BPE of that size. A tokenizer.json is read, and so is a folder
+            with one or with GPT-2's encoder.json and vocab.bpe. Other names, such as "gpt2", are read from
+            the Hugging Face hub.
+        documents: used only for training.
     """
     if trained := re.fullmatch(r"bpe:(\d{1,7})", str(where)):
         return train_vocabulary(documents, int(trained[1]))
@@ -86,7 +86,7 @@ def open_vocabulary(where: str | Path, documents: Iterable[str] = ()) -> Vocabul
 
 
 def train_vocabulary(documents: Iterable[str], size: int) -> Vocabulary:
-    """A byte-level BPE of at most that many tokens, learnt from the documents; the same ones give the same.
+    """Train a byte-level BPE of at most `size` tokens. The result depends only on the documents.
 
     >>> vocabulary = train_vocabulary(["to be or not to be"] * 2, size=261)
     >>> [vocabulary.decode([token]) for token in vocabulary.encode(["to be"])[0]]
@@ -114,14 +114,14 @@ def train_vocabulary(documents: Iterable[str], size: int) -> Vocabulary:
 
 @runtime_checkable
 class _Loaded(Protocol):
-    """A tokenizer of transformers with one of `tokenizers` underneath."""
+    """A tokenizer of transformers that wraps one of `tokenizers`."""
 
     backend_tokenizer: Any
     eos_token: str | None
 
 
 def vocabulary_of(tokenizer: object) -> Vocabulary:
-    """The vocabulary of a tokenizer that transformers has loaded; the tokenizer itself is left alone."""
+    """Return the vocabulary of a tokenizer of transformers, which is copied and not changed."""
     if not isinstance(tokenizer, _Loaded):
         raise ValueError(
             f"{type(tokenizer).__name__} is not backed by the tokenizers library; load a fast one"
@@ -164,7 +164,7 @@ def _read_file(path: Path, ends: Sequence[str]) -> Vocabulary:
 
 
 def _read_pair(vocabulary: Path, merges: Path, ends: Sequence[str]) -> Vocabulary:
-    """GPT-2's two files."""
+    """Read a vocabulary from GPT-2's two files."""
     with needed_for("a vocabulary"):
         from tokenizers import models
     try:
@@ -184,7 +184,7 @@ def _byte_level(model: Any) -> "Tokenizer":
 
 
 def _read_hub(name: str) -> Vocabulary:
-    """Files of a tokenizer are fetched and read as those of a folder: none of the hub's code runs."""
+    """Download the files of a tokenizer and read them; no code of the hub is run."""
     with needed_for("a vocabulary of the hub"):
         from huggingface_hub import snapshot_download
     files = ["tokenizer.json", "tokenizer_config.json", *(file for pair in _PAIRS for file in pair)]

@@ -1,26 +1,26 @@
-"""The optimizer and its averages. Imports torch and nothing else."""
+"""The optimizer and its averages. Read settings.py and rule.py first. Imports torch and nothing else."""
 
-from paceline.optim.averages import BEMA, Averages, Blend, FixedDecay, HalfLife, Polynomial, PowerLaw
-from paceline.optim.averaging import reset_average
-from paceline.optim.groups import parameter_groups
+from paceline.optim.attach import attach
+from paceline.optim.averages import BEMA, Blend, FixedDecay, HalfLife, Polynomial, PowerLaw
+from paceline.optim.export import averaged_state_dict, averaged_tensors, save_averaged
 from paceline.optim.pace import PACE
-from paceline.optim.pullback import Pullback
+from paceline.optim.settings import Control
 from paceline.optim.telemetry import pull_statistics
-from paceline.optim.weights import averaged_state_dict, averaged_weights, save_averaged
+from paceline.optim.weights import averaged_weights, reset_average
 
 __all__ = [
     "BEMA",
     "PACE",
-    "Averages",
     "Blend",
+    "Control",
     "FixedDecay",
     "HalfLife",
     "Polynomial",
     "PowerLaw",
-    "Pullback",
+    "attach",
     "averaged_state_dict",
+    "averaged_tensors",
     "averaged_weights",
-    "parameter_groups",
     "pull_statistics",
     "reset_average",
     "save_averaged",

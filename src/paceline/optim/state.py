@@ -1,370 +1,186 @@
-"""What the optimizer remembers of one parameter: keys, shapes and precisions.
+"""The tensors that are kept of each parameter, and how they follow when it is cast, moved or replaced.
 
-step        () float64   this parameter's own optimizer steps
-exp_avg     like live    first moment            exp_avg_sq  like live    second moment
-average     ≥ float32    control average         returned    ≥ float32    only with return_power
-live        like live    only while the parameter shows its average: the weights to go on from
+.. code-block:: text
 
-With average_dtype="bfloat16" or "int8", instead of an average, what live has beyond it (storage.py):
-average_residual, returned_residual   like live, in that precision
-average_scale, returned_scale         (blocks,) float32, only with int8
+    step           () float64              this parameter's own count of steps
+    exp_avg        like the parameter      first moment
+    exp_avg_sq     like the parameter      second moment
+    average        its shape, ≥ float32    the average that the control pulls to, or pushes away from
+    returned       its shape, ≥ float32    a second one to return instead, with Control.return_power
+    live           like the parameter      the live weights, only while the parameter holds an average
 
-With betas[0] = 0 the first moment is the gradient, and is not kept.
+With average_dtype="bfloat16" or "int8", live − average is kept instead of an average (storage.py):
+
+    average_residual, returned_residual    its shape, in that precision
+    average_scale, returned_scale          (blocks,) float32, with int8 only
+
+An average whose entries are missing begins as live at the next step. A residual of 0 says the same.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from paceline.optim.recipe import AverageDtype
-from paceline.optim.sharded import local, mesh_of, sharded_like, whole
-from paceline.optim.storage import SALTS, STORAGES, decode, encode_, scales_of
+from paceline.optim.settings import AverageDtype
+from paceline.optim.sharding import is_sharded, local, sharded_like, whole
+from paceline.optim.storage import RESIDUALS, SALTS, decode, encode_, scale_count
 
 State = dict[str, Tensor]
 
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+class Entry(NamedTuple):
+    """One entry of the state of a parameter."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None  # None: the parameter's, with its strides and its sharding
+    begins_as_live: bool = False  # and not as 0
+    on_cpu: bool = False  # also where the parameter is elsewhere; for entries with a shape of their own
+
+    def make(self, live: Tensor) -> Tensor:
+        """Return the entry as it begins, for these live weights."""
+        live = live.detach()
+        if self.begins_as_live:
+            return live.to(self.dtype, copy=True)
+        if self.shape is None:
+            return torch.zeros_like(live, dtype=self.dtype)
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device(live))
+
+    def device(self, live: Tensor) -> torch.device:
+        """Return where the entry belongs."""
+        return torch.device("cpu") if self.on_cpu else live.device
+
+
+STEP = Entry(torch.float64, (), on_cpu=True)
+
+
+def least_float32(live: Tensor) -> torch.dtype:
+    """Return the dtype of a whole average: bfloat16 would round away every move at a rate below 1/256."""
+    return torch.promote_types(live.dtype, torch.float32)
+
+
+def entries_of_average(name: str, live: Tensor, storage: AverageDtype) -> dict[str, Entry]:
+    """Return the entries in which an average of this name is kept."""
+    if storage == "float32":
+        return {name: Entry(least_float32(live), begins_as_live=True)}
+    entries = {f"{name}_residual": Entry(RESIDUALS[storage].dtype)}
+    if RESIDUALS[storage].has_scale:
+        entries[f"{name}_scale"] = Entry(torch.float32, (scale_count(local(live).numel()),))
+    return entries
 
 
 def name_of(group: dict[str, Any], number: int, i: int) -> str:
+    """Return what messages call a parameter: its name where the group has names."""
     names = group.get("param_names")
     return f"parameter '{names[i]}'" if names else f"parameter {i} of group {number}"
 
 
-def average_dtype(live: Tensor) -> torch.dtype:
-    """At least float32: a bfloat16 average stops moving once the averaging rate is below 1/256."""
-    return _WIDER.get(live.dtype, live.dtype)
+def named_parameters(group: dict[str, Any], number: int) -> list[tuple[str, Tensor]]:
+    """Return the parameters of a group, but for lazy ones, with what messages call them."""
+    return [(name_of(group, number, i), p) for i, p in enumerate(group["params"]) if not is_lazy(p)]
 
 
-def averages_of(group: dict[str, Any]) -> tuple[str, ...]:
-    """The averages that a parameter of this group has."""
-    return ("average",) if group["return_power"] is None else ("average", "returned")
+# --- Averages in any storage ----------------------------------------------------------------------------
 
 
-def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
-    """The moments that a parameter of this group has."""
-    return ("exp_avg", "exp_avg_sq") if group["betas"][0] != 0 else ("exp_avg_sq",)
-
-
-def returned_key(state: State) -> str:
-    """Which of the two averages is the one that is evaluated and returned."""
-    return "returned" if keeps(state, "returned") else "average"
-
-
-# --- Averages in any storage ------------------------------------------------------------------------
-
-
-def residual_key(name: str) -> str:
-    return f"{name}_residual"
-
-
-def scale_key(name: str) -> str:
-    return f"{name}_scale"
-
-
-def parts_of(name: str) -> tuple[str, str, str]:
-    """The entries that an average may be kept in: the first alone, or the second, or the second and third."""
-    return name, residual_key(name), scale_key(name)
-
-
-def keeps(state: State, name: str) -> bool:
-    """Whether there is such an average, in whatever storage."""
-    return name in state or residual_key(name) in state
-
-
-def storage_of(state: State, name: str) -> AverageDtype:
-    """How an average that is there is kept: after a load, not always as its group says."""
+def storage_of(state: State, name: str) -> AverageDtype | None:
+    """Return how an average is kept; None if it is not there."""
     if name in state:
         return "float32"
-    return "int8" if state[residual_key(name)].dtype == torch.int8 else "bfloat16"
+    codes = state.get(f"{name}_residual")
+    if codes is None:
+        return None
+    return next(storage for storage, residual in RESIDUALS.items() if residual.dtype == codes.dtype)
 
 
 def average_of(state: State, name: str, live: Tensor) -> Tensor:
-    """An average of a parameter with these live weights: the one kept, or made now. At least float32."""
+    """Return an average, given the live weights it belongs to.
+
+    One that is kept whole is returned itself. Of a residual a new tensor is made: whoever moves that calls
+    `keep_average_` then.
+    """
+    kept = state[name if name in state else f"{name}_residual"]
+    if kept.shape != live.shape:
+        raise RuntimeError(
+            f"a parameter has shape {tuple(live.shape)} and its average {tuple(kept.shape)}; it was resized: "
+            "reload the state or build a new optimizer"
+        )
     if name in state:
-        return state[name]
-    codes, scale = state[residual_key(name)], state.get(scale_key(name))
-    if scale is not None and mesh_of(codes) is not None:
-        # Loaded from one process into an optimizer that will keep it otherwise: its blocks are of the whole.
-        residual = sharded_like(decode(whole(codes), whole(scale)), codes)
+        return kept
+    scale = state.get(f"{name}_scale")
+    if scale is not None and is_sharded(kept):
+        # Sharded parameters keep no scales, so this was loaded from one process: its blocks are those of
+        # the whole tensor, and it is about to be converted.
+        residual = sharded_like(decode(whole(kept), whole(scale)), kept)
     else:
-        residual = decode(codes, scale)
+        residual = decode(kept, scale)
     return live.detach() - residual.to(live.device)
 
 
 def keep_average_(state: State, name: str, live: Tensor, average: Tensor) -> None:
-    """Write an average that `average_of` made and a step has moved, beside the live weights it left."""
-    codes = local(state[residual_key(name)])
+    """Keep an average that `average_of` made, as a residual from the live weights of now.
+
+    Call it after the step is counted: the count seeds the random rounding.
+    """
+    codes = local(state[f"{name}_residual"])
     residual = torch.empty_like(codes, dtype=torch.float32)
     torch.sub(local(live.detach()), local(average), out=residual)
-    encode_(codes, state.get(scale_key(name)), residual, state["step"], SALTS[name])
+    encode_(codes, state.get(f"{name}_scale"), residual, state["step"], SALTS[name])
 
 
-def kept_as(storage: AverageDtype, live: Tensor, state: State, wanted: tuple[str, ...]) -> State:
-    """The state with its averages in that storage; itself, if they are."""
-    others = [name for name in wanted if keeps(state, name) and not _is_kept_as(storage, live, state, name)]
-    if not others:
-        return state
-    parts = {part for name in others for part in parts_of(name)}
-    new = {key: value for key, value in state.items() if key not in parts}
-    for name in others:
-        average = average_of(state, name, live).to(live.device)
-        if storage == "float32":
-            new[name] = average
-        else:
-            new |= seeded(live, name, storage)
-            keep_average_(new, name, live, average)
-    return {key: new[key] for key in sorted(new)}
-
-
-def _is_kept_as(storage: AverageDtype, live: Tensor, state: State, name: str) -> bool:
-    kept = storage_of(state, name)
-    return kept == storage and (kept != "int8" or _lie_alike(state[residual_key(name)], live))
-
-
-def lost_its_order(live: Tensor, state: State, name: str) -> str | None:
-    """Why nobody knows which scale belongs to which int8 code, in words that follow the parameter's name.
-
-    Blocks are neighbours in memory, and some file formats keep no strides: what is contiguous beside a
-    parameter that is not may have been otherwise.
-    """
-    codes = state.get(residual_key(name))
-    if codes is None or codes.dtype != torch.int8 or not codes.is_contiguous() or _lie_alike(codes, live):
-        return None
-    return (
-        f"is not contiguous (strides {live.stride()}) but its int8 {residual_key(name)} is, so that its "
-        "blocks, which are neighbours in memory, cannot be told; save with torch.save, which keeps strides, "
-        "and set the memory format before the first step"
-    )
-
-
-def _lie_alike(codes: Tensor, live: Tensor) -> bool:
-    """Whether elements lie in the same order in memory, but for gaps."""
-    if codes.stride() == live.stride() or codes.shape != live.shape:
-        return True
-    dense = torch.empty_like(live, device="meta", memory_format=torch.preserve_format)
-    strides = zip(codes.shape, codes.stride(), dense.stride(), strict=True)
-    return codes.numel() == 0 or all(a == b for size, a, b in strides if size > 1)
-
-
-def seeded(live: Tensor, name: str, storage: AverageDtype = "float32") -> State:
-    """The entries of an average that is live."""
-    live = live.detach()
+def _convert_average(state: State, name: str, live: Tensor, storage: AverageDtype) -> None:
+    """Keep an average in another storage, or in another memory layout."""
+    average = average_of(state, name, live).to(live.device, least_float32(live))
+    for key in (name, f"{name}_residual", f"{name}_scale"):
+        state.pop(key, None)
     if storage == "float32":
-        return {name: live.to(average_dtype(live), copy=True)}
-    codes = torch.zeros_like(live, dtype=STORAGES[storage].dtype, memory_format=torch.preserve_format)
-    if storage == "bfloat16":
-        return {residual_key(name): codes}
-    scale = torch.zeros(scales_of(live.numel()), dtype=torch.float32, device=live.device)
-    return {residual_key(name): codes, scale_key(name): scale}
-
-
-def storage_refusal(live: Tensor, storage: AverageDtype) -> str | None:
-    """Why an average cannot be kept so, in words that follow the parameter's name; None if it can."""
-    if live.is_complex():
-        return f"is {live.dtype}; complex parameters are not supported: train torch.view_as_real of it"
-    if storage == "float32":
-        return None
-    # Who trains in float64 asked for more digits than a residual keeps.
-    if live.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return (
-            f"is {live.dtype}; average_dtype={storage!r} is for float32, bfloat16 and float16 parameters; "
-            'give it a group with average_dtype="float32"'
+        state[name] = average
+    else:
+        state.update(
+            {key: entry.make(live) for key, entry in entries_of_average(name, live, storage).items()}
         )
-    if storage == "int8" and mesh_of(live) is not None:
-        return (
-            "is sharded over several ranks, which would cut the blocks of average_dtype='int8'; use "
-            "average_dtype='bfloat16'"
-        )
-    return None
+        keep_average_(state, name, live, average)
 
 
-# --- The state of a parameter -----------------------------------------------------------------------
+# --- A state that matches its parameter -------------------------------------------------------------------
 
 
-def allocate(live: Tensor, group: dict[str, Any]) -> State:
-    """All keys at their final shapes; the averages are taken anew at the first step."""
-    live = live.detach()
-    state = {"step": torch.zeros((), dtype=torch.float64, device=step_device(live, group))}
-    for name in moments_of(group):
-        state[name] = torch.zeros_like(live)
-    for name in averages_of(group):
-        state |= seeded(live, name, group["average_dtype"])
-    return state
+def follow_(live: Tensor, state: State, entries: dict[str, Entry], storage: AverageDtype, name: str) -> None:
+    """Make a state match its settings and its parameter, which may be new, or have been cast or moved.
 
-
-def allocate_averages(
-    live: Tensor, group: dict[str, Any], wanted: tuple[str, ...], base: dict[str, Any]
-) -> State:
-    """The memory of a wrapper for a parameter of whose base optimizer this is the state.
-
-    The count goes on from the base's, where it keeps one: wrapped late, averages begin with live, and
-    move at the rate of a run that is that old.
+    Raise RuntimeError if steps were taken with weights of another shape, or on the meta device.
     """
-    if reason := storage_refusal(live, "float32"):
-        raise ValueError(f"a parameter {reason}")
-    taken = base.get("step", 0)
-    step = torch.tensor(float(taken), dtype=torch.float64, device=step_device(live, group))
-    state = {"step": step, **{key: live.detach().to(average_dtype(live), copy=True) for key in wanted}}
-    return state if taken == 0 else {**state, "unseeded": torch.tensor(True)}
-
-
-def is_seeded(state: State) -> bool:
-    """Whether the averages have values of their own. Until then a parameter's average is live."""
-    return "unseeded" not in state and state["step"].item() > 0
-
-
-def take_averages(live: Tensor, state: State, keys: tuple[str, ...]) -> None:
-    """Let the averages be live."""
-    for key in keys:
-        if key in state and state[key].shape == live.shape and not state[key].is_meta:
-            state[key].copy_(live.detach())
-        for part in parts_of(key)[1:]:
-            if part in state:
-                state[part].zero_()
-
-
-def conform(live: Tensor, state: State, group: dict[str, Any], number: int, i: int) -> None:
-    """Make the state fit a parameter that was moved, cast or replaced, and settings changed, since.
-
-    `number` and `i` say which parameter of which group it is, for messages.
-    """
-    name = name_of(group, number, i)
-    storage: AverageDtype = group["average_dtype"]
-    if reason := storage_refusal(live, storage):
-        raise RuntimeError(f"{name} {reason}")
-    if _is_misfit(live, state, "exp_avg_sq", name):
-        for key in ("average", "returned"):
-            _drop(state, key)
-        state.update(allocate(live, group))
-    if not keeps(state, "average"):  # AdamW's state, carried over by hand
-        state.update(seeded(live, "average", storage))
-    _conform_weights(live, state, group)
-    _conform_averages_of_pace(live, state, group, name)
-
-
-def _conform_averages_of_pace(live: Tensor, state: State, group: dict[str, Any], name: str) -> None:
-    names = averages_of(group)
-    conform_averages(live, state, group, names, name)
-    for key in names:
-        if (reason := lost_its_order(live, state, key)) and is_seeded(state):
-            raise RuntimeError(f"{name} {reason}")
-    kept = kept_as(group["average_dtype"], live, state, names)
-    if kept is not state:
-        state.clear()
-        state.update(kept)
-        conform_averages(live, state, group, names, name)
-
-
-def _conform_weights(live: Tensor, state: State, group: dict[str, Any]) -> None:
-    """Make the moments fit what the group says now."""
-    if "exp_avg" not in moments_of(group):
-        state.pop("exp_avg", None)
-    elif "exp_avg" not in state:  # momentum begins now, with what AdamW would have in its place: a gradient
-        first = torch.zeros_like(live) if live.grad is None else live.grad
-        sign = -1 if group["maximize"] else 1
-        state["exp_avg"] = (first.detach() * sign).to(live.dtype)
-    for key in moments_of(group):
-        _convert(state, key, live.device, live.dtype)
-
-
-def conform_averages(
-    live: Tensor, state: State, group: dict[str, Any], wanted: tuple[str, ...], name: str
-) -> None:
-    """Likewise for the averages alone, in the storage that they have."""
-    if "returned" not in wanted:
-        _drop(state, "returned")
-    elif not keeps(state, "returned"):
-        state.update(copied(state, "average", "returned"))
-    for key in wanted:
-        storage = storage_of(state, key)
-        main = key if storage == "float32" else residual_key(key)
-        if _is_misfit(live, state, main, name):
-            state.update(seeded(live, key, storage))
-        if storage == "float32":
-            _convert(state, key, live.device, average_dtype(live))
-        else:
-            for part in state.keys() & set(parts_of(key)):
-                _convert(state, part, live.device, state[part].dtype)
-    _convert(state, "step", step_device(live, group), torch.float64)
-
-
-def copied(state: State, name: str, to: str) -> State:
-    """The entries of one average as those of another."""
-    pairs = zip(parts_of(name), parts_of(to), strict=True)
-    return {new: state[old].clone() for old, new in pairs if old in state}
-
-
-def _drop(state: State, name: str) -> None:
-    for part in parts_of(name):
-        state.pop(part, None)
-
-
-def _is_misfit(live: Tensor, state: State, key: str, name: str) -> bool:
-    """Whether an entry has to be made anew for a parameter that changed before its first step."""
-    misshapen = state[key].shape != live.shape
-    if not misshapen and (not state[key].is_meta or live.is_meta):
-        return False
-    if state["step"].is_meta or state["step"].item() != 0:
-        kind = f"shape {tuple(state[key].shape)}" if misshapen else "no values (meta device)"
-        raise RuntimeError(
-            f"{name} has shape {tuple(live.shape)} but its optimizer state has {kind}; reload the state "
-            "or build a new optimizer"
-        )
-    return True
-
-
-def _convert(state: State, key: str, device: torch.device, dtype: torch.dtype) -> None:
-    if state[key].dtype != dtype or state[key].device != device:
-        state[key] = state[key].to(device, dtype)
-
-
-def step_device(live: Tensor, group: dict[str, Any]) -> torch.device:
-    # A counter on the GPU would cost a launch and a read a step; only graph capture needs it there.
-    return live.device if group.get("capturable") else torch.device("cpu")
-
-
-def is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements share one memory, so that no update in place can be right."""
-    return tensor.layout == torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
-def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the places of two tensors that share an element of memory; None if there are none."""
-    by_storage: dict[int, list[tuple[int, int, int, Tensor]]] = {}
-    for place, tensor in enumerate(tensors):
-        if is_lazy(tensor) or is_traceable_wrapper_subclass(part := local(tensor.detach())):
+    for average in SALTS:
+        codes = state.get(f"{average}_residual")
+        # Blocks and random bits go by the order in memory: new strides mean to encode again.
+        restrided = codes is not None and codes.shape == live.shape and not _lies_like(codes, live)
+        if restrided or storage_of(state, average) not in (None, storage):
+            _convert_average(state, average, live, storage)
+    for key in state.keys() - entries.keys() - {"live"}:
+        del state[key]
+    for key, entry in entries.items():  # "step" comes first
+        kept = state.get(key)
+        shape = live.shape if entry.shape is None else entry.shape
+        is_on_meta = kept is not None and kept.is_meta and not live.is_meta
+        if kept is not None and (is_on_meta or kept.shape != shape):
+            if state["step"].is_meta or state["step"].item() != 0:
+                found = "no values (meta device)" if is_on_meta else f"shape {tuple(kept.shape)}"
+                raise RuntimeError(
+                    f"{name} has shape {tuple(live.shape)} but its {key} has {found}; reload the state or "
+                    "build a new optimizer"
+                )
+            kept = None
+        if kept is None:
+            state[key] = entry.make(live)
             continue
-        if part.layout == torch.strided and not part.is_meta and part.numel():
-            steps = ((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
-            start = part.storage_offset() * part.element_size()
-            end = start + (sum(steps) + 1) * part.element_size()
-            address = part.untyped_storage().data_ptr()
-            by_storage.setdefault(address, []).append((int(start), int(end), place, part))
-    for address, members in by_storage.items():
-        if address != 0 and len(members) > 1:
-            near: list[tuple[int, int, int, Tensor]] = []
-            for member in sorted(members, key=lambda member: member[:3]):
-                near = [*(known for known in near if known[1] > member[0]), member]
-                if len(near) > 1 and (known := _shares(near)) is not None:
-                    return known, member[2]
-    return None
+        is_alike = (kept.dtype, kept.device) == (entry.dtype, entry.device(live))
+        if not is_alike or (entry.shape is None and not _lies_like(kept, live)):
+            state[key] = entry.make(live).copy_(kept)
 
 
-def _shares(near: "list[tuple[int, int, int, Tensor]]") -> int | None:
-    """Return the place of the first tensor that shares a byte with the last; None if they interleave."""
-    start, end = min(member[0] for member in near), max(member[1] for member in near)
-    used = torch.zeros(end - start, dtype=torch.bool)
-
-    def bytes_of(member: tuple[int, int, int, Tensor]) -> Tensor:
-        part, size = member[3], member[3].element_size()
-        strides = (*(step * size for step in part.stride()), 1)
-        return used.as_strided((*part.shape, size), strides, member[0] - start)
-
-    bytes_of(near[-1]).fill_(True)
-    return next((member[2] for member in near[:-1] if bytes_of(member).any()), None)
+def _lies_like(tensor: Tensor, live: Tensor) -> bool:
+    """Return whether an entry has the strides it would be made with: a kernel walks both in memory order."""
+    if tensor.stride() == live.stride():
+        return True
+    return tensor.stride() == torch.empty_like(live.detach(), device="meta").stride()

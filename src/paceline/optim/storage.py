@@ -1,8 +1,8 @@
-"""How an average is kept: as it is, or as what live has beyond it, in few bits.
+"""Ways to keep an average: as it is, or as live − average in few bits.
 
-The residual r = live − average is small beside the weights, so that a few bits of it are many of the average.
-It is rounded up or down at random, with the chances that make it right on the mean: rounded to the nearest,
-(1 − rate) · r would be r again once the rate is small, and the average would stand still.
+The residual r = live − average is small next to the weights, so a few bits of it are many of the average. It
+is rounded up or down at random, so that it is right on average. Rounded to the nearest, (1 − rate) · r would
+be r again once the rate is small, and the average would stand still.
 
 The chance is a hash of where and when, in uint32 arithmetic, the same on every device and path:
 
@@ -20,53 +20,68 @@ step t, and a salt for each array. From it, with r in float32:
     average  = live − code  or  live − code · scale, in float32
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.optim.recipe import AverageDtype
+from paceline.optim.settings import AverageDtype
+from paceline.optim.sharding import is_sharded
 
 BLOCK = 128
-"""Neighbours in memory that share a scale."""
+"""Elements next to each other in memory that share a scale."""
 
 SALTS = {"average": 0, "returned": 1}
+
+
+class Residual(NamedTuple):
+    """How live − average is kept."""
+
+    dtype: torch.dtype
+    has_scale: bool  # a float32 for each BLOCK
+
+
+RESIDUALS: dict[AverageDtype, Residual] = {
+    "bfloat16": Residual(torch.bfloat16, has_scale=False),
+    "int8": Residual(torch.int8, has_scale=True),
+}
 
 # Elements that are encoded at once, so that temporaries have 16 MiB at most. A multiple of BLOCK.
 _PIECE = 2**22
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
-class Storage(NamedTuple):
-    """A way to keep an average."""
-
-    dtype: torch.dtype
-    bytes: float  # a weight; a step reads and writes them once
-
-
-STORAGES: dict[AverageDtype, Storage] = {
-    "float32": Storage(torch.float32, 4.0),
-    "bfloat16": Storage(torch.bfloat16, 2.0),
-    "int8": Storage(torch.int8, 1 + 4 / BLOCK),
-}
-
-
-def scales_of(elements: int) -> int:
-    """How many scales the int8 codes of so many elements have."""
+def scale_count(elements: int) -> int:
+    """Return how many scales the int8 codes of `elements` weights have."""
     return -(-elements // BLOCK)
+
+
+def unsupported_storage(live: Tensor, storage: AverageDtype) -> str | None:
+    """Return why an average of these weights cannot be kept so, or None."""
+    if storage != "float32" and live.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return (
+            f"is {live.dtype}; average_dtype={storage!r} is for float32, bfloat16 and float16 parameters; "
+            'give it a group with average_dtype="float32"'
+        )
+    if storage == "int8" and is_sharded(live):
+        return (
+            "is sharded over several ranks, which would cut the blocks of average_dtype='int8'; use "
+            "average_dtype='bfloat16'"
+        )
+    return None
 
 
 # --- The hash ---------------------------------------------------------------------------------------
 
 
 def _signed(number: int) -> int:
-    """A uint32 as the int32 of the same bits."""
+    """Return a uint32 as the int32 with the same bits."""
     return (number & 0xFFFFFFFF) - (1 << 32 if number & 0x80000000 else 0)
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """`mix` on int32: products wrap as those of uint32, and a shift brings in copies of the sign to clear."""
+    """Apply `mix` in int32, where products wrap like those of uint32, and shifts copy the sign bit."""
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
@@ -76,7 +91,7 @@ def _mix_(x: Tensor) -> Tensor:
 
 
 def hashes(start: int, count: int, step: Tensor, salt: int, device: torch.device) -> Tensor:
-    """The hash of elements start, start + 1, … at a step: (count,) int32, to be read as uint32.
+    """Return the hash of elements start, start + 1, … at a step: (count,) int32, with the bits of a uint32.
 
     >>> hashes(0, 3, torch.tensor(1.0), salt=0, device=torch.device("cpu")).tolist()
     [911671261, 305810056, -238177609]
@@ -106,16 +121,15 @@ def encode_(codes: Tensor, scale: Tensor | None, residual: Tensor, step: Tensor,
     ([-127, 0, 64], 0.1)
     """
     flat, values = _in_memory_order(codes), _in_memory_order(residual)
-    for start, piece in _pieces(values):
+    for start in range(0, values.numel(), _PIECE):
+        target, piece = (vector[start : start + _PIECE] for vector in (flat, values))
         noise = hashes(start, piece.numel(), step, salt, piece.device)
-        target = flat[start : start + piece.numel()]
         if scale is None:
             _round_to_bfloat16_(target, piece, noise)
         else:
-            for part, first, count, width in _blocks(piece.numel()):
-                scales = scale[start // BLOCK + first :][:count]
-                rows = (vector[part].view(count, width) for vector in (target, piece, noise))
-                _round_to_int8_(rows, scales)
+            for part, width in _blocks(piece.numel()):
+                rows = [vector[part].view(-1, width) for vector in (target, piece, noise)]
+                _round_to_int8_(scale[(start + part.start) // BLOCK :][: len(rows[0])], *rows)
 
 
 def _round_to_bfloat16_(codes: Tensor, residual: Tensor, noise: Tensor) -> None:
@@ -125,9 +139,8 @@ def _round_to_bfloat16_(codes: Tensor, residual: Tensor, noise: Tensor) -> None:
     codes.copy_(torch.where(finite, rounded, residual))
 
 
-def _round_to_int8_(rows: Iterable[Tensor], scale: Tensor) -> None:
-    """Of blocks, one a row."""
-    codes, residual, noise = rows
+def _round_to_int8_(scale: Tensor, codes: Tensor, residual: Tensor, noise: Tensor) -> None:
+    """Round blocks, which are the rows."""
     torch.div(residual.abs().amax(1), 127, out=scale)
     scale.masked_fill_(~scale.isfinite(), torch.nan)
     chance = noise.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
@@ -137,7 +150,7 @@ def _round_to_int8_(rows: Iterable[Tensor], scale: Tensor) -> None:
 
 
 def decode(codes: Tensor, scale: Tensor | None) -> Tensor:
-    """The residual that codes stand for: float32, with their shape and strides.
+    """Return the residual that codes stand for: float32, with their shape and strides.
 
     >>> decode(torch.tensor([-127, 0, 64], dtype=torch.int8), torch.tensor([0.5]))
     tensor([-63.5000,   0.0000,  32.0000])
@@ -145,25 +158,21 @@ def decode(codes: Tensor, scale: Tensor | None) -> Tensor:
     residual = codes.to(torch.float32)
     if scale is not None:
         flat = _in_memory_order(residual)
-        for part, first, count, width in _blocks(flat.numel()):
-            flat[part].view(count, width).mul_(scale[first : first + count].unsqueeze(1))
+        for part, width in _blocks(flat.numel()):
+            rows = flat[part].view(-1, width)
+            rows.mul_(scale[part.start // BLOCK :][: len(rows)].unsqueeze(1))
     return residual
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor as a vector, in the order of its memory."""
+    """Return a dense tensor as a vector, in the order of its memory."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _pieces(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, flat.numel(), _PIECE):
-        yield start, flat[start : start + _PIECE]
-
-
-def _blocks(elements: int) -> Iterator[tuple[slice, int, int, int]]:
-    """Which elements, the number of their first block, how many blocks, of what width: the last is short."""
+def _blocks(elements: int) -> Iterator[tuple[slice, int]]:
+    """Yield slices of blocks of the same width, and the width: the last block may be short."""
     whole = elements - elements % BLOCK
     if whole:
-        yield slice(0, whole), 0, whole // BLOCK, BLOCK
+        yield slice(0, whole), BLOCK
     if whole < elements:
-        yield slice(whole, elements), whole // BLOCK, 1, elements - whole
+        yield slice(whole, elements), elements - whole

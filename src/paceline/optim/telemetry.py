@@ -2,28 +2,23 @@
 
 import math
 from collections.abc import Iterator
-from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
+from torch.optim import Optimizer
 
-from paceline.optim.foreach import denominators_of
-from paceline.optim.moments import model_scale, second_moment
-from paceline.optim.pace import PACE
-from paceline.optim.pullback import Pullback, recipe_of
-from paceline.optim.recipe import Recipe
-from paceline.optim.rule import RATIOS, At, Scalar, Terms, at_step, averaging_rate, gain_limit, on_device_of
-from paceline.optim.sharded import local
-from paceline.optim.state import average_dtype, average_of
+from paceline.optim.rule import gain_, step_scalars
+from paceline.optim.settings import Settings, control_of
+from paceline.optim.sharding import local
+from paceline.optim.state import State, average_of, least_float32, name_of, storage_of
+from paceline.optim.weights import keeper_of
 
 SAMPLE = 2**12
 """Coordinates of a tensor that its quantiles are taken from; all of them in a smaller one."""
-
 _TENTHS = (1, 5, 9)
-_SPREAD = ("mean", *(f"q{10 * tenths}" for tenths in _TENTHS))
-_NAMES = ("saturated", *(f"{of}/{part}" for of in ("gain", "ratio") for part in _SPREAD), "gap_rms")
+_SPREADS = [f"{of}/{part}" for of in ("gain", "ratio") for part in ("mean", "q10", "q50", "q90")]
+_NAMES = ("saturated", *_SPREADS, "gap_rms", "t", "lr", "rate")
 
 
 class _Found(NamedTuple):
@@ -34,127 +29,94 @@ class _Found(NamedTuple):
     sums: Tensor  # (4,) float64: saturated coordinates, gains, ratios, squares of the gap
     sample: Tensor  # (2, n) gains and ratios of some coordinates
     stride: int  # how many coordinates each of the sample stands for
-    scalars: tuple[Scalar, Scalar, Scalar]  # t, lr, rate
+    scalars: tuple[float, float, float]  # t, lr, rate
 
 
 @torch.no_grad()
 def pull_statistics(optimizer: Optimizer, *, tensors: bool = False) -> dict[str, float]:
-    """Return what the last step did to the weights, by name; call it after the step, as often as you like.
+    """Return what the last step did to the weights, by name. Call it after the step.
 
     - "saturated": the fraction of coordinates whose gain is at max_gain;
     - "gain/mean", "gain/q10", "gain/q50", "gain/q90": how much of the gap was closed, λ in the paper;
-    - "ratio/…": R, the dimensionless strength of the pull, likewise. Where nothing is pulled, all are 0;
+    - "ratio/mean" and its quantiles: R, the dimensionless strength. Where nothing is pulled, all are 0;
     - "gap_rms": the root mean square of average − live, as the next step finds it;
     - "t", "lr", "rate": steps taken, learning rate, averaging rate. Of all tensors together, t is that of the
-      oldest, the others are means over coordinates.
+      oldest, and the others are means over coordinates.
 
-    With gain="scaled" the scale is that of the next step. Of sharded parameters (DTensor) the figures are
-    of this rank's part, and all ranks call it. It waits for the device.
+    Of sharded parameters the figures are of this rank's part. It waits for the device.
 
     Arguments:
-        optimizer: a `PACE` or a `Pullback` that has taken a step.
+        optimizer: a `PACE`, or an optimizer that `attach` was called on, which has taken a step.
         tensors: whether to add the same for each tensor, as "NAME/gain/mean".
 
     >>> import torch, paceline
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = paceline.PACE(model.named_parameters(), lr=0.1, gain="paper")
-    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = paceline.PACE(model.parameters())
+    >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
-    >>> figures = paceline.pull_statistics(optimizer)
-    >>> figures["t"], figures["saturated"]
-    (1.0, 0.0)
+    >>> paceline.pull_statistics(optimizer)["t"]
+    1
     """
-    if not isinstance(optimizer, PACE | Pullback):
-        raise TypeError(
-            "pull_statistics looks at the pull of PACE or Pullback; pass the paceline optimizer itself (of a "
-            f"wrapper, usually its .optimizer). Got {type(optimizer).__name__}, which pulls nothing"
-        )
     found = list(_find(optimizer))
     if not found:
-        raise RuntimeError("there is nothing to look at before the first step")
-    home = next((each.sums.device for each in found if each.sums.device.type != "cpu"), torch.device("cpu"))
-    rows = torch.cat([_rows(found, home), torch.stack([_scalars(each, home) for each in found])], 1).tolist()
-    elements = [each.elements for each in found]
-    whole = [sum(column) for column in zip(*(row[:4] for row in rows))]
-    ts, lrs, rates = ([row[i] for row in rows] for i in (-3, -2, -1))
-    means = [sum(map(mul, elements, values)) / sum(elements) for values in (lrs, rates)]
-    figures = _named(whole, _together(found, home), sum(elements), (max(ts), *means))
+        raise RuntimeError("there is nothing to report before the first step")
+    elements, scalars = [each.elements for each in found], [each.scalars for each in found]
+    total, rows = sum(elements), [_row(each) for each in found]
+    sums = [sum(column) for column in zip(*(row[:4] for row in rows), strict=True)]
+    lr, rate = (sum(n * s[i] for n, s in zip(elements, scalars, strict=True)) / total for i in (1, 2))
+    figures = _named(sums, _together(found), total, (max(t for t, _, _ in scalars), lr, rate))
     if tensors:
         for each, row in zip(found, rows, strict=True):
-            own = _named(row[:4], row[4:10], each.elements, row[10:])
+            own = _named(row[:4], row[4:], each.elements, each.scalars)
             figures |= {f"{each.name}/{name}": value for name, value in own.items()}
     return figures
 
 
-def steps_taken(optimizer: PACE | Pullback) -> int:
-    """Return the count of the parameter that has taken most steps."""
-    key = optimizer.format.prefix + "step"
-    return int(max((state[key].item() for state in optimizer.state.values() if key in state), default=0))
-
-
 def _named(sums: Any, quantiles: Any, elements: int, scalars: Any) -> dict[str, float]:
     saturated, gain, ratio, square = (each / elements for each in sums)
-    values = (saturated, gain, *quantiles[:3], ratio, *quantiles[3:], math.sqrt(square))
-    return dict(zip((*_NAMES, "t", "lr", "rate"), (*values, *scalars), strict=True))
+    values = (saturated, gain, *quantiles[:3], ratio, *quantiles[3:], math.sqrt(square), *scalars)
+    return dict(zip(_NAMES, values, strict=True))
 
 
-# --- One tensor -------------------------------------------------------------------------------------
-
-
-def _find(optimizer: PACE | Pullback) -> Iterator[_Found]:
-    prefix, names, states = optimizer.format.prefix, set[str](), optimizer.state
-    scale: Scalar = 1.0
-    if any(group["gain"] == "scaled" for group in optimizer.param_groups):
-        all_of = [(p, states.get(p, {}), group) for group in optimizer.param_groups for p in group["params"]]
-        scale = model_scale(all_of)
-    for number, group in enumerate(optimizer.param_groups):
+def _find(optimizer: Optimizer) -> Iterator[_Found]:
+    """Yield the numbers of each tensor that has taken a step."""
+    keeper, names = keeper_of(optimizer), set[str]()
+    places = {id(p): (n, i) for n, group in enumerate(keeper.groups) for i, p in enumerate(group["params"])}
+    for group, parameter, state in keeper.remembered():
+        number, i = places[id(parameter)]
         known = group.get("param_names")
-        recipe = Recipe.of(group) if isinstance(optimizer, PACE) else recipe_of(group)
-        for i, parameter in enumerate(group["params"]):
-            name = known[i] if known and known[i] not in names else f"{number}.{known[i] if known else i}"
-            names.add(name)
-            state = states.get(parameter, {})
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            # Of a tensor that has not stepped, or of which this rank has nothing, there is nothing to say.
-            if "step" not in own or not local(parameter).numel() or own["step"].item() == 0:
-                continue
-            live = optimizer._live(parameter, own)
-            gap = local(average_of(own, "average", live)) - local(live).to(average_dtype(live))
-            if "unseeded" in own:
-                gap = torch.zeros_like(gap)
-            at = at_step(own["step"], recipe, on_device_of(gap, scale))
-            gain, ratio = _gain_and_ratio(gap, state, group, at, recipe)
-            stride = sample_stride(gap.numel())
-            sample = torch.stack([gain.flatten()[::stride], ratio.flatten()[::stride]])
-            at_limit = (
-                (gain >= gain_limit(recipe, gain.dtype)).sum()
-                if at.pulling is not False
-                else gap.new_zeros(())
+        name = known[i] if known and known[i] not in names else f"{number}.{known[i] if known else i}"
+        names.add(name)
+        if not local(parameter.detach()).numel() or state["step"].item() == 0:
+            continue
+        if "control_strength" not in group:
+            raise TypeError(
+                f"{type(optimizer).__name__} has no control to report; {name_of(group, number, i)}"
             )
-            wide = [
-                number.double() for number in (at_limit, gain.sum(), ratio.sum(), gap.double().square().sum())
-            ]
-            # Not at.rate, which is 0 where the device finds that no average moves.
-            power = recipe.ema_power
-            rate = averaging_rate(at.t, power, recipe.ema_offset, recipe.ema_scale) if power else 1.0
-            yield _Found(name, gap.numel(), torch.stack(wide), sample, stride, (at.t, at.lr, rate))
+        yield _figures_of(name, group, state.get("live", parameter.detach()), state)
 
 
-def _gain_and_ratio(
-    gap: Tensor, state: dict[str, Any], group: dict[str, Any], at: At, recipe: Recipe
-) -> tuple[Tensor, Tensor]:
-    """Return the gain and the ratio of each coordinate, as the step had them."""
-    moment = None if recipe.gain == "uniform" else second_moment(state, group)
-    if at.pulling is False or (moment is None and recipe.gain != "uniform"):
-        return torch.zeros_like(gap), torch.zeros_like(gap)
-    denominator = gap
-    if moment is not None:
-        own = at._replace(root_correction=moment.root_correction)
-        denominator = local(denominators_of([moment.value], [own], moment.eps)[0]).to(gap.dtype)
-    ratio = RATIOS[recipe.gain](Terms(denominator, at.lr, recipe.pullback_strength, out=None, scale=at.scale))
-    if isinstance(at.pulling, Tensor):
-        ratio = torch.where(at.pulling, ratio, 0.0)
-    return (ratio * at.rate).clamp(max=gain_limit(recipe, ratio.dtype)), ratio
+def _figures_of(name: str, group: dict[str, Any], live: Tensor, state: State) -> _Found:
+    """Return the numbers of one tensor."""
+    control, t, lr = control_of(group), int(state["step"].item()), float(group.get("lr", 1.0))
+    # Right after reset_average, or a load of AdamW's state, the average is live.
+    average = live if storage_of(state, "average") is None else average_of(state, "average", live)
+    gap = local(average) - local(live).to(least_float32(live))
+    betas, eps = group.get("betas", (0.0, 0.0)), group.get("eps", 0.0)
+    at = step_scalars(t, Settings(lr=lr, betas=betas, eps=eps, control=control))
+    rate = control.rate(t, control.powers[0])
+    gain = ratio = torch.zeros_like(gap)
+    if at.pulling:
+        denominator = torch.ones_like(gap)
+        if at.over_root:
+            denominator.copy_(local(state["exp_avg_sq"]).sqrt() / at.root_correction + eps)
+        gain = gain_(denominator.clone(), at)
+        ratio = gain_(denominator, at._replace(limit=math.inf)) / rate  # without the clip
+    stride = sample_stride(gap.numel())
+    sample = torch.stack([gain.flatten()[::stride], ratio.flatten()[::stride]])
+    sums = ((gain >= at.limit).sum(), gain.sum(), ratio.sum(), gap.double().square().sum())
+    wide = torch.stack([each.double() for each in sums])
+    return _Found(name, gap.numel(), wide, sample, stride, (t, lr, rate))
 
 
 def sample_stride(size: int) -> int:
@@ -165,31 +127,19 @@ def sample_stride(size: int) -> int:
     return stride
 
 
-# --- All of them --------------------------------------------------------------------------------------
+def _row(each: _Found) -> list[float]:
+    """Return the sums and the quantiles of one tensor."""
+    ordered = each.sample.sort().values.double()
+    ranks = [(tenths * ordered.shape[-1] - 1) // 10 for tenths in _TENTHS]
+    found: list[float] = torch.cat([each.sums, ordered[:, ranks].flatten()]).tolist()
+    return found
 
 
-def _rows(found: list[_Found], home: torch.device) -> Tensor:
-    """Return the sums and the quantiles of each tensor: (tensors, 10) float64."""
-    rows = []
-    for each in found:
-        ordered = each.sample.sort().values.double()
-        ranks = [(tenths * ordered.shape[-1] - 1) // 10 for tenths in _TENTHS]
-        rows.append(torch.cat([each.sums, ordered[:, ranks].flatten()]).to(home))
-    return torch.stack(rows)
-
-
-def _scalars(each: _Found, home: torch.device) -> Tensor:
-    return torch.stack([torch.as_tensor(value, dtype=torch.float64).to(home) for value in each.scalars])
-
-
-def _together(found: list[_Found], home: torch.device) -> list[float]:
-    """Return the quantiles of all tensors together, each coordinate weighted by those it stands for."""
-    weights = [torch.full((each.sample.shape[1],), each.stride, device=home) for each in found]
-    samples = torch.cat([each.sample.to(home, torch.float64) for each in found], 1)
-    ordered, order = samples.sort()
-    reached = torch.cat(weights)[order].cumsum(1)
-    total = sum(each.sample.shape[1] * each.stride for each in found)
+def _together(found: list[_Found]) -> list[float]:
+    """Return the quantiles of all tensors, each coordinate weighted by those it stands for."""
+    weights = torch.cat([torch.full((each.sample.shape[1],), each.stride) for each in found])
+    ordered, order = torch.cat([each.sample.to("cpu", torch.float64) for each in found], 1).sort()
+    reached, total = weights[order].cumsum(1), int(weights.sum())
     # The first whose weight, with that of all below it, makes up the share: in integers, so exactly.
-    ranks = [(reached < -(-tenths * total // 10)).sum(1) for tenths in _TENTHS]
-    quantiles: list[float] = ordered.gather(1, torch.stack(ranks, 1)).flatten().tolist()
-    return quantiles
+    ranks = [(reached < -(-tenths * total // 10)).sum(1, keepdim=True) for tenths in _TENTHS]
+    return [float(ordered[row, int(rank[row])]) for row in range(2) for rank in ranks]

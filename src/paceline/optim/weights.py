@@ -1,491 +1,475 @@
-"""Averaged weights in and out: show them for a while, export them, save them.
+"""Averaged weights in the parameters for a while, and who keeps them.
 
-Live weights sit in the parameters; the average is optimizer state. Nothing here needs a second model.
+Live weights sit in the parameters and averages in the optimizer. Nothing here needs a second model.
 """
 
-import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import warnings
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from itertools import pairwise
+from typing import Any, final
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.optim.sharded import drop_gathered, is_writer, local, share_failure, whole
-from paceline.optim.state import State
+from paceline.optim.settings import control_of
+from paceline.optim.sharding import is_sharded, local, same_values
+from paceline.optim.state import State, average_of, named_parameters, storage_of
 
+STALE = (
+    "the model was loaded after the optimizer, from a checkpoint of the average; load the model first, or "
+    "call optimizer.train() after loading"
+)
+HOLD = "parameters_hold"
+"""The group entry that says which weights the parameters hold: "live", or the name of an average."""
+ATTACHED = "paceline_attached"
+"""The group entry by which a copy of an attached optimizer, which has lost its hooks, is recognised."""
 
-@runtime_checkable
-class KeepsAverage(Protocol):
-    """What this module needs of an optimizer."""
-
-    def returned_averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter with its returned average; one whose average is still live is left out."""
-
-    def shows_average(self) -> bool:
-        """Whether the parameters hold the average at present."""
-
-    def eval(self, model: nn.Module | None = None) -> None:
-        """Put the average into the parameters of that model, which sharded parameters need."""
-
-    def train(self) -> None:
-        """Put live back into the parameters."""
+Optimizers = Optimizer | Sequence[Optimizer]
 
 
-Optimizers = torch.optim.Optimizer | KeepsAverage | Sequence[torch.optim.Optimizer | KeepsAverage]
-"""One optimizer, or those that train a model together."""
-
-Others = Literal["refuse", "live"]
-"""What happens to trainable parameters that no optimizer knows."""
+# --- One parameter --------------------------------------------------------------------------------------
 
 
-def keeper_of(optimizer: object) -> KeepsAverage:
-    """The optimizer that keeps an average: this one, or the one inside, of which trainers make a wrapper.
+def show_(parameter: Tensor, state: State, average: Tensor | None, *, in_place: bool) -> None:
+    """Put an average into a parameter and keep its live weights as state["live"]. None: it shows live.
 
-    TypeError in the user's words if there is none.
+    Whatever interrupts it, `hide_` restores everything. No tensor that a state dict may hold is written to.
     """
-    inside = innermost(optimizer)
-    if not isinstance(inside, KeepsAverage):
-        raise TypeError(
-            f"{type(inside).__name__} keeps no average of its parameters; pass an optimizer of paceline, "
-            "e.g. paceline.PACE(..., pullback_strength=0) for AdamW with an EMA"
+    state["live"] = parameter.detach().clone()
+    if average is None:
+        return
+    parameter.copy_(average)
+    for key, kept in state.items():
+        if kept is average and _is_same_kind(kept, parameter) and not in_place:
+            state[key] = parameter.detach()  # the average is the parameter now; its own memory is free again
+
+
+def hide_(parameter: Tensor, state: State) -> None:
+    """Undo `show_`, bit for bit, also after an interrupt or if the parameter was cast or moved in between."""
+    for key, value in state.items():
+        if key != "live" and _is_alias(value, parameter):
+            state[key] = value.clone()
+    parameter.copy_(state["live"])
+    del state["live"]  # only now: whatever interrupts the copy, live is still there
+
+
+def _is_same_kind(kept: Tensor, parameter: Tensor) -> bool:
+    return (kept.shape, kept.dtype, kept.device) == (parameter.shape, parameter.dtype, parameter.device)
+
+
+def _is_alias(value: Tensor, parameter: Tensor) -> bool:
+    ours, theirs = local(value), local(parameter.detach())
+    return ours.shape == theirs.shape and ours.numel() > 0 and ours.data_ptr() == theirs.data_ptr()
+
+
+_Sum = tuple[int, torch.dtype, Tensor]
+"""Where a parameter is, its dtype, and the sum of its bits."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of_bits(parameter: Tensor) -> _Sum | None:
+    """Return what tells whether a parameter was changed; its version does not see what goes by `.data`."""
+    part = local(parameter.detach())
+    if type(part) is not Tensor or part.element_size() not in _INTEGERS or part.is_meta:
+        return None
+    bits = part.view(_INTEGERS[part.element_size()])
+    # Without a dtype torch would sum a copy of 8 bytes an element.
+    return part.data_ptr(), part.dtype, bits.sum(dtype=torch.promote_types(bits.dtype, torch.int32))
+
+
+def _was_changed(parameter: Tensor, before: _Sum | None) -> bool:
+    """Return whether a parameter has changed in place; a cast or a move is no change."""
+    now = _sum_of_bits(parameter)
+    if before is None or now is None or before[:2] != now[:2]:
+        return False
+    return not torch.equal(before[2], now[2])
+
+
+# --- One optimizer --------------------------------------------------------------------------------------
+
+
+class AverageRule:
+    """Which averages are kept of each parameter: those of a `Control`."""
+
+    kept: tuple[str, ...] = ("average",)
+    """What the names of entries begin with that are averages, or begin as one."""
+
+    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the averages of a group; the first is returned."""
+        return control_of(group).averages[::-1]
+
+    def value(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor | None:
+        """Return an average next to these live weights; None if it has not begun, and is live."""
+        if storage_of(state, name) is None or state["step"].item() == 0:
+            return None
+        return average_of(state, name, live)
+
+
+@final
+class Keeper:
+    """The averages that an optimizer keeps, and which weights its parameters hold.
+
+    Arguments:
+        optimizer: the owner of the parameters.
+        rule: which averages there are, and what they are.
+        memory: the state of each parameter that has averages; None: the optimizer's own.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, rule: AverageRule, memory: MutableMapping[Tensor, State] | None = None
+    ) -> None:
+        # Neither the optimizer nor what holds it: nothing here may keep it alive.
+        self._optimizer, self._memory, self.rule = proxy(optimizer), memory, rule
+        self.in_block = False
+        self.keeps_addresses = False
+        """Whether a captured graph goes by the addresses of averages, which must not move then."""
+        self.loaded_live: dict[Tensor, Tensor] = {}
+        """Live weights that came with a loaded state, until the first step after it."""
+        self.loaded_name = "live"
+        self._sums: dict[int, _Sum | None] = {}  # of the parameters, as they were shown
+        self._copies: list[Any] = []  # modules that may hold copies of what is shown
+        _KEEPERS[optimizer] = self
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the optimizer."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    @property
+    def memory(self) -> MutableMapping[Tensor, State]:
+        """The state of each parameter that has averages."""
+        return self._optimizer.state if self._memory is None else self._memory
+
+    @property
+    def shown(self) -> str:
+        """The weights that the parameters hold: "live", or the name of an average."""
+        held = {str(group.get(HOLD, "live")) for group in self.groups}
+        return min(held - {"live"}, default="live")
+
+    def remembered(self) -> Iterator[tuple[dict[str, Any], Tensor, State]]:
+        """Yield each parameter that has a state, with its group."""
+        memory = self.memory
+        for group in self.groups:
+            for parameter in group["params"]:
+                state = memory.get(parameter)
+                if state:
+                    yield group, parameter, state
+
+    def averages(self, name: str | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter with its average; one whose average is still live is left out."""
+        self._refuse_others()
+        self.notice_stale_load()
+        for group, parameter, state in self.remembered():
+            live = state.get("live", parameter.detach())
+            average = self.rule.value(self._key(name, group), parameter, state, live)
+            if average is not None:
+                yield parameter, average
+
+    def live_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter with its live weights, wherever they are at present."""
+        self.notice_stale_load()
+        for _, parameter, state in self.remembered():
+            yield parameter, state.get("live", parameter.detach())
+
+    def _key(self, name: str | None, group: dict[str, Any]) -> str:
+        """Return the name of the average of a group that is asked for; None: the one that is returned."""
+        names = self.rule.names(group)
+        if name is not None and name not in names:
+            raise KeyError(f"no average is called {name!r}; there are: {', '.join(sorted(names))}")
+        return name or names[0]
+
+    # Evaluation often runs in inference mode, where new tensors could not be written to later.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def show(self, name: str | None = None, model: nn.Module | None = None) -> None:
+        """Put the averages into the parameters; nothing is shown if that cannot be done."""
+        self.notice_stale_load()
+        keys = [self._key(name, group) for group in self.groups]
+        if self.shown != "live":
+            if name is not None and any(group.get(HOLD) != name for group in self.groups):
+                raise RuntimeError(
+                    f"the parameters hold {self.shown!r} at present; call train() before {name!r}"
+                )
+            if all(id(parameter) in self._sums for _, parameter, _ in self.remembered()):
+                return
+            self.hide(model)  # an interrupted `hide` has put some live weights back
+        self._refuse_others()
+        self._copies = _gathering_modules(model)
+        self.drop_copies()  # of live; nothing computes with the weights until all are shown
+        _check_sharded(model, self.remembered())  # now: a model that is gathered has other parameters
+        try:
+            for group, key in zip(self.groups, keys, strict=True):
+                group[HOLD] = key
+            for group, parameter, state in self.remembered():
+                average = self.rule.value(group[HOLD], parameter, state, parameter.detach())
+                # Also where it is live: a saved state then has the same entries for all.
+                show_(parameter, state, average, in_place=self.keeps_addresses)
+                self._sums[id(parameter)] = _sum_of_bits(parameter)
+        except BaseException:
+            self.hide(model)
+            raise
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def hide(self, model: nn.Module | None = None) -> None:
+        """Put the live weights back; nothing happens if they are there."""
+        self.notice_stale_load()
+        if self.shown == "live":
+            return
+        self.drop_copies(model)
+        changed = 0
+        for parameter, state in self.memory.items():  # also those that were taken out of their group
+            if "live" in state:
+                changed += _was_changed(parameter, self._sums.pop(id(parameter), None))
+                hide_(parameter, state)
+        for group in self.groups:
+            group[HOLD] = "live"
+        self._copies = []
+        if changed:
+            warnings.warn(
+                f"{changed} parameter(s) were changed while they held the average, as by load_state_dict, "
+                "Embedding(max_norm) or a LoRA layer that merges on eval(): their averages may have changed "
+                "with them, and their live weights are put back over the change; undo it (model.train() in "
+                "the block), or change weights outside",
+                stacklevel=3,
+            )
+
+    def drop_copies(self, model: nn.Module | None = None) -> None:
+        """Drop copies of the weights, of the model that they were shown in and of this one.
+
+        An interrupt here is followed by another `hide`.
+        """
+        torch.clear_autocast_cache()
+        for module in [*self._copies, *_gathering_modules(model)]:
+            module.reshard()
+
+    def _refuse_others(self) -> None:
+        """Refuse to touch parameters that show the average of another optimizer."""
+        others = [keeper for keeper in _KEEPERS.values() if keeper is not self and keeper.shown != "live"]
+        shown = {id(p) for keeper in others for _, p, state in keeper.remembered() if "live" in state}
+        if shown and any(id(p) in shown for group in self.groups for p in group["params"]):
+            raise RuntimeError(
+                "these parameters hold the average of another optimizer at present; call its train(), or "
+                "leave its averaged_weights, first"
+            )
+
+    def make_ready_to_step(self) -> None:
+        """Refuse a step inside a block, and put live back after a forgotten `eval()`."""
+        if self.in_block:
+            raise RuntimeError(
+                "step() inside averaged_weights: the parameters hold the average; step outside"
+            )
+        self._refuse_others()
+        if self.notice_stale_load():
+            warnings.warn(f"{STALE}; this gradient was taken at the average", stacklevel=4)
+        self.hide()
+
+    def notice_stale_load(self) -> bool:
+        """Return whether a model checkpoint of the average was loaded over the live weights of our state.
+
+        A checkpoint made while the average was shown has the average in the model and live in the optimizer.
+        If the model is loaded last, the parameters hold the average, and that is noted here.
+        """
+        if not self.loaded_live:
+            return False
+        loaded, self.loaded_live = self.loaded_live, {}
+        stale = False
+        alike: list[tuple[State, Tensor]] = []
+        for group, parameter, state in self.remembered():
+            live, held = loaded.get(parameter), parameter.detach()
+            if live is None or "live" in state:
+                continue
+            if same_values(held, live.to(parameter)):
+                alike.append((state, live))
+                continue
+            names = self.rule.names(group)
+            for name in {names[0], *({self.loaded_name} & {*names})}:
+                average = self.rule.value(name, parameter, state, live)
+                # The model's checkpoint was in the precision of its live weights.
+                if average is not None and same_values(held, average.to(live.dtype).to(parameter)):
+                    state["live"] = live
+                    stale = True
+        if stale:
+            for state, live in alike:  # where average and live are equal: a state that is saved now has all
+                state["live"] = live
+            for group in self.groups:
+                group[HOLD] = self.loaded_name
+        return stale
+
+
+_KEEPERS: "WeakKeyDictionary[Optimizer, Keeper]" = WeakKeyDictionary()
+
+
+def has_keeper(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer keeps an average."""
+    return optimizer in _KEEPERS
+
+
+def _refuse_copies(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a step of a copy, which has the settings of an optimizer with averages and keeps none."""
+    if has_keeper(optimizer):
+        return
+    name = type(optimizer).__name__
+    if any(group.get(HOLD, "live") != "live" for group in optimizer.param_groups):
+        raise RuntimeError(
+            f"this {name} has loaded a state that was saved while the parameters held the average; load it "
+            "into the optimizer that saved it, which puts the live weights back"
         )
-    return inside
+    if any(ATTACHED in group for group in optimizer.param_groups):
+        raise RuntimeError(
+            f"this {name} is a copy of an attached optimizer, or has loaded the state of one; a copy keeps "
+            "no averages. Make a new one, call attach() on it, and load the state then"
+        )
 
 
-def innermost(optimizer: object) -> object:
-    """The optimizer itself, of which a wrapper may have been given.
+register_optimizer_step_pre_hook(_refuse_copies)
 
-    Wrappers of Lightning and Fabric take on the class of what is inside, and as keepers they would note on
-    themselves what the optimizer has to know.
-    """
+
+def keeper_of(optimizer: object) -> Keeper:
+    """Return the keeper of an optimizer, or of the one in a trainer's wrapper. Raise TypeError without it."""
     inside = optimizer
     while hasattr(inside, "optimizer"):
+        if type(inside).__module__.split(".")[0] == "deepspeed":
+            raise RuntimeError(
+                f"DeepSpeed's {type(inside).__name__} trains flat copies of the parameters, so that the "
+                "model would not hold the average; use DDP or FSDP2, or the Trainer of transformers with "
+                "paceline.integrations.huggingface.AveragedModelCallback"
+            )
         inside = inside.optimizer
-    return inside
+    keeper = _KEEPERS.get(inside) if isinstance(inside, Optimizer) else None
+    if keeper is None:
+        raise TypeError(
+            f"{type(inside).__name__} keeps no average of its parameters; use paceline.PACE, or "
+            "paceline.attach(optimizer) to keep one"
+        )
+    return keeper
 
 
-# --- Showing the average --------------------------------------------------------------------------
-
-# The blocks that run: each optimizer with all that were entered together, and whether they showed it before.
-_blocks: WeakKeyDictionary[Any, dict[KeepsAverage, bool]] = WeakKeyDictionary()
-
-
-def in_any_block() -> bool:
-    """Whether there is any of which `in_block` holds."""
-    return len(_blocks) > 0
+def keepers_of(optimizers: object) -> list[Keeper]:
+    """Return the keepers of one optimizer or of a sequence of them."""
+    many = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    if not many:
+        raise ValueError("no optimizer was given")
+    return [keeper_of(optimizer) for optimizer in many]
 
 
-def in_block(optimizer: object) -> bool:
-    """Whether `with averaged_weights(optimizer)` is running."""
-    return optimizer in _blocks
+def first_overlap(groups: list[dict[str, Any]]) -> str | None:
+    """Return a message about two parameters whose memory overlaps, or None.
+
+    Only one of them could be shown and put back.
+    """
+    spans = []
+    for number, group in enumerate(groups):
+        for name, parameter in named_parameters(group, number):
+            part = local(parameter.detach())
+            if part.is_meta or part.layout != torch.strided or not part.numel():
+                continue
+            reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+            start = part.data_ptr()
+            spans.append((str(part.device), start, start + reach * part.element_size(), name))
+    spans.sort()  # by where they begin: the first two that overlap are neighbours
+    for (device, _, end, name), (next_device, start, _, next_name) in pairwise(spans):
+        if device == next_device and start <= end:
+            return f"{name} and {next_name} share memory; give the optimizer one of them"
+    return None
 
 
-def abandon_block(optimizer: object) -> None:
-    """End a block that an interrupt left open; leaving it later changes nothing for this optimizer."""
-    entered = _blocks.pop(optimizer, None)
-    if entered is not None:
-        entered.pop(optimizer, None)  # type: ignore[call-overload]
+# --- Copies of weights that others keep -------------------------------------------------------------------
+
+
+def _gathering_modules(model: nn.Module | None) -> list[Any]:
+    """Return the modules that may hold gathered copies of sharded weights."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # before its import no module is of its kind
+    if model is None or fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def _check_sharded(model: nn.Module | None, remembered: Any) -> None:
+    """Refuse sharded parameters of which gathered copies may be unknown."""
+    sharded = {id(parameter) for _, parameter, _ in remembered if is_sharded(parameter)}
+    if sharded and model is None:
+        raise RuntimeError(
+            "these parameters are sharded, and FSDP2 may still hold gathered copies of their live weights; "
+            "write averaged_weights(optimizer, model=model), so that they are dropped"
+        )
+    if model is not None and not sharded <= {id(parameter) for parameter in model.parameters()}:
+        raise RuntimeError("model= lacks sharded parameters of this optimizer; pass the whole model")
+
+
+# --- Showing ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def averaged_weights(
-    optimizer: Optimizers,
-    model: nn.Module | None = None,
-    *,
-    others: Others = "refuse",
+    optimizers: Optimizers, name: str | None = None, *, model: nn.Module | None = None
 ) -> Iterator[None]:
     """Show the averaged weights in the parameters for the length of a with-block.
 
-    Inside the block the model computes with the average and `model.state_dict()` holds it. Leaving,
-    also by an exception, puts the live weights back bit for bit. `optimizer.step()` and a second block
-    inside raise; `optimizer.state_dict()` stays complete and says what the parameters hold.
-
-    Weights and average of one precision change places tensor by tensor, which needs the memory of the
-    largest. For bfloat16 or float16 parameters a copy of live is kept for the block, and the parameters
-    show the average rounded to their precision.
+    Inside the block the model computes with the average, and `model.state_dict()` holds it. Leaving, also by
+    an exception, puts the live weights back bit for bit. `optimizer.step()` and a second block inside raise.
 
     Arguments:
-        optimizer: a `PACE`, or a list of several optimizers that train the model together.
-        model: the model that they train. Sharded parameters need it: FSDP2 keeps gathered copies of
-            weights, which are dropped when the block begins and ends.
-        others: what happens to trainable parameters of the model that no optimizer knows. "refuse" raises
-            ValueError with their names; "live" leaves them as they are.
+        optimizers: one, or all those that train the model.
+        name: a further average of `attach`; None: the one that is returned.
+        model: required under FSDP2, whose modules may hold gathered copies of weights.
 
     >>> import torch, paceline
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = paceline.PACE(model.parameters(), lr=0.1)
-    >>> for _ in range(3):
-    ...     model(torch.ones(1, 2)).sum().backward()
-    ...     optimizer.step()
-    >>> live = model.weight.detach().clone()
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
     >>> with paceline.averaged_weights(optimizer):
-    ...     torch.equal(model.weight, optimizer.state[model.weight]["returned"])
-    True
-    >>> torch.equal(model.weight, live)
-    True
+    ...     _ = model(torch.ones(1, 2))  # of the average
     """
-    keepers = _keepers_of(optimizer)
-    for given, keeper in zip(_listed(optimizer), keepers, strict=True):
-        _refuse_copies(given, keeper)
-    if any(map(in_block, keepers)):
+    keepers = keepers_of(optimizers)
+    if any(keeper.in_block for keeper in keepers):
         raise RuntimeError("averaged_weights is already active for this optimizer; blocks do not nest")
-    if model is not None:
-        drop_gathered(model)  # which replaces parameters: those of the optimizer come back
-        _check_known(keepers, model, others)
-    entered: dict[KeepsAverage, bool] = {}
+    hidden = [keeper for keeper in keepers if keeper.shown == "live"]  # what eval() has shown stays so
     try:
-        for keeper in keepers:
-            entered[keeper] = keeper.shows_average()  # by eval(): the block then leaves it so
-            _blocks[keeper] = entered
-            if model is None:
-                keeper.eval()
-            else:
-                keeper.eval(model)
-        yield
-    finally:
         try:
-            _leave(entered)
-        finally:  # again: an interrupt may have come in the middle, and doing it twice changes nothing
-            _leave(entered)
+            for keeper in keepers:
+                keeper.show(name, model)
+                keeper.in_block = True
+            yield
+        finally:
+            _leave(keepers, hidden, model)
+    except BaseException:  # Ctrl-C while it was left: what remains is done now
+        _leave(keepers, hidden, model)
+        raise
 
 
-def _leave(entered: dict[KeepsAverage, bool]) -> None:
-    """Put live back, the last optimizer first."""
-    for keeper, was_shown in reversed(list(entered.items())):
-        _blocks.pop(keeper, None)
-        if not was_shown and keeper.shows_average():
-            keeper.train()
-
-
-def _listed(optimizer: Any) -> list[Any]:
-    """The optimizers that were given, one or several."""
-    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-
-
-def _keepers_of(optimizer: Any) -> list[KeepsAverage]:
-    """Return what keeps the averages of one optimizer, or of each of several, which share no parameter."""
-    keepers = [keeper_of(one) for one in _listed(optimizer)]
-    seen: set[int] = set()
-    for keeper in keepers if len(keepers) > 1 else ():
-        known = known_parameters(keeper)
-        if known & seen or not known:
-            raise ValueError(
-                f"{type(keeper).__name__} trains parameters of another optimizer in the list, or none; give "
-                "each parameter's average once"
-            )
-        seen |= known
-    if not keepers:
-        raise ValueError("give at least one optimizer")
-    return keepers
-
-
-def _refuse_copies(optimizer: object, keeper: KeepsAverage) -> None:
-    """Raise RuntimeError where the model would stay at live, without a word."""
-    inside, is_told = optimizer, getattr(keeper, "after_exchange", None) is not None
-    while inside is not keeper and not is_told:
-        if type(inside).__module__.split(".")[0] == "deepspeed":
-            raise RuntimeError(
-                f"DeepSpeed's {type(inside).__name__} trains flat copies of the model's parameters, so that "
-                "the model would not hold the average; use DDP or FSDP2, or the Trainer of transformers with "
-                "paceline.integrations.huggingface.AveragedModelCallback, for ZeRO stage 1 or 2"
-            )
-        inside = inside.optimizer  # type: ignore[attr-defined]
-
-
-# Everywhere below an interrupt may come between any two lines. After each of them live is state["live"], or
-# where there is none the parameter, and the average is state[key]; so what is half done can be undone.
-
-
-def show_average_(parameter: Tensor, state: State, key: str) -> None:
-    """Put state[key] into the parameter and keep its live weights as state["live"]."""
-    average, live = state[key], parameter.detach().clone()
-    state["live"] = live
-    parameter.copy_(average)
-    alike = average.dtype == parameter.dtype and average.device == parameter.device
-    if alike and not _is_lent(average):
-        # Two tensors hold the average now: the parameter keeps it, and the other takes live.
-        state[key] = parameter.detach()
-        average.copy_(live)
-        state["live"] = average
-
-
-def show_live_(parameter: Tensor, state: State, key: str) -> None:
-    """Undo `show_average_`, bit for bit, also if the parameter was cast or moved in between."""
-    average, live = state[key], state["live"]
-    if not _is_one_memory(average, parameter):
-        parameter.copy_(live)
-        del state["live"]
-        return
-    kept = average.clone()
-    state[key] = kept
-    parameter.copy_(live)
-    del state["live"]
-    # The average goes back to where it was before the block.
-    live.copy_(kept)
-    state[key] = live
-
-
-def _is_one_memory(average: Tensor, parameter: Tensor) -> bool:
-    """Whether the average lies in the parameter, which shows it."""
-    a, b = local(average), local(parameter.detach())
-    return a.dtype == b.dtype and a.device == b.device and a.data_ptr() == b.data_ptr()
-
-
-# By address: what state dicts that somebody still has refer to. A lent tensor keeps its memory.
-_lent: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-
-
-def lend(tensor: Tensor) -> Tensor:
-    """Return the tensor under another name; while somebody has that, no block writes live into its memory."""
-    address = local(tensor).data_ptr()
-    known = _lent.get(address)
-    if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
-        return known
-    alias = tensor.detach()
-    if address:  # an empty tensor has none
-        _lent[address] = alias
-    return alias
-
-
-def _is_lent(tensor: Tensor) -> bool:
-    return len(_lent) > 0 and local(tensor).data_ptr() in _lent
-
-
-def show_computed_(tensor: Tensor, state: State, average: Tensor) -> None:
-    """Put an average that is not kept as it is into a tensor; its live weights become state["live"]."""
-    state["live"] = tensor.detach().clone()
-    tensor.copy_(average)
-
-
-def show_kept_(tensor: Tensor, state: State) -> None:
-    """Undo `show_computed_`, bit for bit."""
-    tensor.copy_(state["live"])
-    del state["live"]  # only now: whatever interrupts the copy, it is still there
-
-
-# --- Exporting ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def averaged_state_dict(
-    model: nn.Module,
-    optimizer: Optimizers,
-    dtype: torch.dtype | None = None,
-    *,
-    others: Others = "refuse",
-) -> dict[str, Any]:
-    """A copy of `model.state_dict()` with every parameter replaced by its average.
-
-    Arguments:
-        model: the model whose parameters the optimizer trains; `torch.compile` and
-            DistributedDataParallel wrappers leave no trace in the names.
-        optimizer: a `PACE`, or a list of several optimizers that train the model together.
-        dtype: None gives the average as it is kept (float32 beside bfloat16 weights); a floating dtype
-            casts all floating entries, as `model.to(dtype)` would.
-        others: what happens to trainable parameters of the model that no optimizer knows. "refuse" raises
-            ValueError with their names; "live" exports them as they are in the model.
-
-    Returns:
-        Name → tensor. Buffers and frozen parameters come from the model. Tied parameters share one
-        tensor. Sharded parameters stay sharded.
-
-    >>> import torch, paceline
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = paceline.PACE(model.parameters())
-    >>> fresh = torch.nn.Linear(2, 1)
-    >>> fresh.load_state_dict(paceline.averaged_state_dict(model, optimizer))
-    <All keys matched successfully>
-    """
-    entries = _averaged_entries(model, optimizer, others)
-    copies: dict[int, Tensor] = {}  # tied parameters stay tied
-    for name, value in entries.items():
-        if isinstance(value, Tensor):
-            if id(value) not in copies:
-                copies[id(value)] = value.to(_target(value, dtype), copy=True)
-            entries[name] = copies[id(value)]
-    return entries
-
-
-def _target(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"Invalid dtype: {dtype}; allowed: None or a floating dtype")
-    return dtype if dtype is not None and value.is_floating_point() else value.dtype
-
-
-def _averaged_entries(model: nn.Module, optimizer: Any, others: Others) -> "OrderedDict[str, Any]":
-    """The model's state dict, cleanly named, its parameters replaced by their averages (not copied)."""
-    keepers = _keepers_of(optimizer)
-    averages = {tensor: average for keeper in keepers for tensor, average in keeper.returned_averages()}
-    drop_gathered(model)
-    own = model.state_dict(keep_vars=True)  # the parameters themselves, whatever they are called here
-    _check_covered(averages, model, own)
-    _check_known(keepers, model, others)
-    rename = renamer(model)
-    tensors = {id(v): averages.get(v, v).detach() for v in own.values() if isinstance(v, Tensor)}
-    entries = OrderedDict((rename(name), tensors.get(id(value), value)) for name, value in own.items())
-    # Versions of the modules, by which load_state_dict knows what to migrate; a dict of the user's has none.
-    metadata = getattr(own, "_metadata", None)
-    if metadata is not None:
-        entries._metadata = {rename(path): versions for path, versions in metadata.items()}  # type: ignore[attr-defined]
-    return entries
-
-
-def _check_covered(averages: dict[Tensor, Tensor], model: nn.Module, entries: dict[str, Any]) -> None:
-    """Refuse to export live weights where averages were asked for."""
-    trained = {id(parameter) for parameter in model.parameters() if parameter in averages}
-    if averages and not trained:
-        raise ValueError(
-            "the optimizer trains none of this model's parameters, so there is no average of them; pass the "
-            "model it was built for (copying, sharding or moving a model may replace its parameters)"
-        )
-    missing = len(trained - {id(value) for value in entries.values()})
-    if missing:
-        raise ValueError(
-            f"{missing} trained parameter(s) do not appear in model.state_dict(keep_vars=True), so their "
-            "averages cannot be exported; a hook or an override of state_dict replaces them"
-        )
-
-
-def known_parameters(keeper: KeepsAverage) -> set[int]:
-    """The ids of the parameters that an optimizer trains; of a foreign one, of those that have an average."""
-    groups = getattr(keeper, "param_groups", None)
-    if groups is None:
-        return {id(tensor) for tensor, _ in keeper.returned_averages()}
-    return {id(parameter) for group in groups for parameter in group["params"]}
-
-
-def unknown_parameters(keepers: Sequence[KeepsAverage], model: nn.Module) -> list[str]:
-    """The names of the model's trainable parameters that no optimizer knows."""
-    known = set().union(*map(known_parameters, keepers))
-    rename = renamer(model)
-    return [rename(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
-
-
-def _check_known(keepers: Sequence[KeepsAverage], model: nn.Module, others: Others) -> None:
-    """Refuse a model of which a part would stay live without a word."""
-    if others not in ("refuse", "live"):
-        raise ValueError(f"Invalid others: {others!r}; allowed: 'refuse', 'live'")
-    unknown = unknown_parameters(keepers, model) if others == "refuse" else []
-    if unknown:
-        raise ValueError(
-            f"no optimizer given here trains {len(unknown)} trainable parameter(s) of the model, first "
-            f"'{unknown[0]}', so there is no average of them. Give all optimizers of the model as a list; "
-            'others="live" takes these parameters as they are'
-        )
-
-
-def renamer(model: nn.Module) -> Callable[[str], str]:
-    """Names without the parts that wrappers add: torch.compile's and DistributedDataParallel's."""
-    wrapped = {
-        f"{path}.module".lstrip(".")
-        for path, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel | nn.DataParallel)
-    }
-
-    def rename(name: str) -> str:
-        parts = name.split(".")
-        kept = [
-            part
-            for i, part in enumerate(parts)
-            if part != "_orig_mod" and ".".join(parts[: i + 1]) not in wrapped
-        ]
-        return ".".join(kept)
-
-    return rename
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while True:
-        children = dict(model.named_children())
-        if isinstance(model, DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif list(children) == ["_orig_mod"]:
-            model = children["_orig_mod"]
-        else:
-            return model
-
-
-@runtime_checkable
-class _SavesPretrained(Protocol):
-    """A Hugging Face model (transformers, peft, diffusers)."""
-
-    def save_pretrained(self, save_directory: str, *, state_dict: dict[str, Tensor]) -> Any: ...
-
-
-def save_averaged(
-    model: nn.Module,
-    optimizer: Optimizers,
-    path: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
-    *,
-    others: Others = "refuse",
-) -> Path:
-    """Save the returned model: the averaged weights, under the model's own names.
-
-    A Hugging Face model is saved by its `save_pretrained` into the folder `path`, and `from_pretrained`
-    loads the average. Any other module becomes one safetensors file: `path` itself if it ends in
-    .safetensors, otherwise `path`/model.safetensors; load it with
-    `model.load_state_dict(safetensors.torch.load_file(file))`. The file appears whole or not at all.
-
-    With sharded parameters call it on every rank; rank 0 writes. `optimizer`, `dtype` and `others` as in
-    `averaged_state_dict`.
-
-    Returns:
-        The folder or file that was written.
-    """
-    inner = _unwrapped(model)
-    path = Path(path)
-    if not isinstance(inner, _SavesPretrained) and path.suffix != ".safetensors":
-        path = path / "model.safetensors"
-    full: dict[str, Any] = {}
-    gathered: dict[int, Tensor] = {}
-    for name, value in _averaged_entries(model, optimizer, others).items():
-        if isinstance(value, Tensor) and id(value) not in gathered:
-            # Tensor by tensor, so that no second model stands on the device; on every rank: it is collective.
-            tensor = whole(value).to(_target(value, dtype))
-            gathered[id(value)] = tensor.cpu() if is_writer() else torch.empty(0)
-        full[name] = gathered[id(value)] if isinstance(value, Tensor) else value
-    failure = None
-    if is_writer():
+def _leave(keepers: list[Keeper], hidden: list[Keeper], model: nn.Module | None) -> None:
+    for keeper in keepers:
+        keeper.in_block = False
+    if hidden:
         try:
-            if isinstance(inner, _SavesPretrained):
-                inner.save_pretrained(str(path), state_dict=full)
-            else:
-                _write_safetensors(full, path)
-        except Exception as error:
-            failure = error
-    share_failure(failure)
-    return path
+            hidden[-1].hide(model)
+        finally:  # one that cannot be put back keeps none of the others
+            _leave(keepers, hidden[:-1], model)
 
 
-def _write_safetensors(weights: dict[str, Any], path: Path) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError("save_averaged needs safetensors: pip install 'paceline[save]'") from error
-    odd = [name for name, value in weights.items() if not isinstance(value, Tensor)]
-    if odd:
-        raise ValueError(
-            f"cannot save {', '.join(odd)} as safetensors: not tensors; save "
-            "averaged_state_dict(model, optimizer) in a format of your own"
-        )
-    # safetensors refuses shared tensors; tied weights are written under each of their names, so that
-    # plain load_state_dict works.
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, value in weights.items():
-        storage = value.untyped_storage().data_ptr()
-        tensors[name] = value.contiguous().clone() if storage in storages else value.contiguous()
-        storages.add(storage)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        save_file(tensors, partial, metadata={"format": "pt", "weights": "average"})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+def reset_average(optimizers: Optimizers) -> None:
+    """Start the averages again from the live weights, for example for a second phase of training.
+
+    Until its next step a parameter's average is its live weight. Moments and step counts stay, and with them
+    the averaging rate.
+    """
+    keepers = keepers_of(optimizers)
+    if any(keeper.in_block for keeper in keepers):
+        raise RuntimeError("reset_average inside averaged_weights: leave the block first")
+    if not all(keeper.rule.kept for keeper in keepers):
+        raise TypeError("this optimizer computes its average from its own state, and cannot start it again")
+    for keeper in keepers:
+        if keeper.notice_stale_load():
+            warnings.warn(STALE, stacklevel=2)
+        keeper.hide()
+        dropped = (*keeper.rule.kept, "average", "returned")  # and begin again as live
+        for _, _, state in keeper.remembered():
+            for key in [key for key in state if key.startswith(dropped)]:
+                del state[key]

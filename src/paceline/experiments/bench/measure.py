@@ -1,4 +1,4 @@
-"""Timing: a rival and torch's fused AdamW take turns, so that a busy machine slows both alike."""
+"""Timing: an optimizer and torch's AdamW take turns, so that a busy machine slows both alike."""
 
 import gc
 import statistics
@@ -10,63 +10,47 @@ import torch
 
 from paceline.experiments.bench.subjects import (
     BASE,
-    RIVALS,
+    SUBJECTS,
     Shapes,
     Step,
     make_parameters,
-    move_on_,
     state_bytes,
 )
 
-WARM_UP = 8
-"""Steps before those that are timed."""
-
-IN_A_ROW = 4
-"""Steps of a round right after another of the same optimizer."""
+WARM_UP = 2
+"""Steps before those that are timed: they allocate and compile."""
+LEAST = 3
+"""Rounds that are always timed."""
 
 
 class Row(NamedTuple):
     """What one optimizer costs on one set of tensors."""
 
     model: str
+    weights: int
+    """How many there are."""
     optimizer: str
+    rounds: int
+    """Timed steps."""
     ms: float
-    """Median of a step: on a GPU the time that it is busy with it, when the host is ahead of it."""
+    """The median of a step, from an idle device to an idle device."""
     low: float
     """A tenth of the steps is quicker."""
     high: float
     """A tenth is slower."""
     ratio: float
-    """To torch's fused AdamW, by medians of the same rounds."""
-    bandwidth: float
-    """Share of the bandwidth of copying: the least that must be read and written, by the time it took."""
+    """The ratio to torch's AdamW, by medians of the same rounds."""
+    graph_ms: float | None
+    """The median of a step captured in a CUDA graph: what is left is the device's. None without a GPU."""
+    graph_ratio: float | None
     state: float
-    """Bytes kept for a parameter, beside the weight."""
-    temporary: float
-    """The most that a step holds for a moment, bytes for a parameter."""
-    wall: float
-    """Median of a step, ms, from an idle device to an idle device: of small tensors, mostly the host's."""
-    wall_ratio: float
-    """To torch's fused AdamW, likewise."""
-    again: float
-    """As `wall`, of a step right after another of the same optimizer: caches have all that the host needs."""
-    again_ratio: float
-    """To torch's fused AdamW, likewise."""
-
-
-def copy_bandwidth(device: str, rounds: int = 7) -> float:
-    """Bytes a second, reads and writes both counted, of copying one large tensor to another; on a CPU of
-    changing one in place, as an optimizer does, since a CPU reads what it copies to as well."""
-    elements = 2**28 if device == "cuda" else 2**26
-    source = torch.ones(elements, device=device)
-    target = source if device == "cpu" else torch.ones_like(source)
-    copy: Step = (lambda: target.mul_(1.0)) if device == "cpu" else (lambda: target.copy_(source))
-    copy()
-    return 8 * elements / min(busy_seconds(copy, device, ahead=0.0) for _ in range(rounds))
+    """Bytes a weight that are kept next to it."""
+    temporary: float | None
+    """The most bytes a weight that a step holds for a moment. None without a GPU."""
 
 
 def seconds(step: Step, device: str) -> float:
-    """Of one call, until the device has done it."""
+    """Return how long one call takes, until the device has done it."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -76,91 +60,82 @@ def seconds(step: Step, device: str) -> float:
     return time.perf_counter() - start
 
 
-def busy_seconds(step: Step, device: str, ahead: float) -> float:
-    """Of one call, without what the device waits for the host, which takes `ahead` seconds for it."""
-    if device != "cuda":
-        return seconds(step, device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+def in_turns(steps: dict[str, Step], device: str, limit: float) -> dict[str, list[float]]:
+    """Return milliseconds of each step in each round; no round begins after `limit` seconds."""
+    for _ in range(WARM_UP):
+        for step in steps.values():
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    began = time.perf_counter()
+    done = 0
+    while done < LEAST or time.perf_counter() - began < limit:
+        done += 1
+        for name, step in steps.items():
+            times[name].append(1e3 * seconds(step, device))
+    return times
+
+
+def captured(step: Step) -> Step:
+    """Return the same step as a CUDA graph that was captured once."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # as torch asks for before it captures
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def temporary_bytes(step: Step) -> int:
+    """Return the most bytes of GPU memory that one call holds beyond what was there before."""
     torch.cuda.synchronize()
-    cycles = int(2e9 * min(2 * ahead + 1e-3, 0.2))  # the host gets its head start
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-    begin.record()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     step()
-    end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    return torch.cuda.max_memory_allocated() - before
 
 
-def temporary_bytes(step: Step, device: str) -> int:
-    """The most that one call holds beyond what was there before."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        step()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
-def measure(
-    model: str, shapes: Shapes, names: list[str], device: str, rounds: int, bandwidth: float
-) -> Iterator[Row]:
-    """A row for each optimizer, as they are done."""
-    count = sum(torch.Size(shape).numel() for shape in shapes)
+def measure(model: str, shapes: Shapes, names: list[str], device: str, limit: float) -> Iterator[Row]:
+    """Yield a row for each optimizer as soon as it is measured, for about `limit` seconds."""
     for name in names:
-        rival = RIVALS[name]
-        steps: dict[str, Step] = {}
-        holders: dict[str, Any] = {}
-        stepped = {each: make_parameters(shapes, device) for each in dict.fromkeys((BASE, name))}
-        for each, parameters in stepped.items():
-            steps[each], holders[each] = RIVALS[each].make(parameters)
-        for each, step in steps.items():  # first steps allocate and build, and second moments are of few
-            for _ in range(WARM_UP):
-                step()
-                move_on_(stepped[each])
-        times: dict[str, list[float]] = {each: [] for each in steps}
-        walls: dict[str, list[float]] = {each: [] for each in steps}
-        agains: dict[str, list[float]] = {each: [] for each in steps}
-        for _ in range(rounds):
-            for each, step in steps.items():
-                if device == "cuda":
-                    walls[each].append(seconds(step, device))
-                times[each].append(busy_seconds(step, device, ahead=min(walls[each], default=0.0)))
-                if device == "cuda":
-                    agains[each] += [seconds(step, device) for _ in range(IN_A_ROW)]
-                move_on_(stepped[each])
-        if device != "cuda":
-            walls = agains = times
-        temporary = temporary_bytes(steps[name], device) / count  # before anybody asks for its state
-        own = times[name]
-        middle = statistics.median(own)
-        tenths = statistics.quantiles(own, n=10, method="inclusive") if len(own) > 1 else own * 9
-        yield Row(
-            model=model,
-            optimizer=name,
-            ms=1e3 * middle,
-            low=1e3 * tenths[0],
-            high=1e3 * tenths[-1],
-            ratio=middle / statistics.median(times[BASE]),
-            bandwidth=rival.traffic * count / middle / bandwidth,
-            state=state_bytes(holders[name], device) / count,
-            temporary=temporary,
-            wall=1e3 * statistics.median(walls[name]),
-            wall_ratio=statistics.median(walls[name]) / statistics.median(walls[BASE]),
-            again=1e3 * statistics.median(agains[name]),
-            again_ratio=statistics.median(agains[name]) / statistics.median(agains[BASE]),
-        )
-        del steps, holders, step, stepped, parameters
+        yield _measured(model, shapes, name, device, limit)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def _measured(model: str, shapes: Shapes, name: str, device: str, limit: float) -> Row:
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    steps: dict[str, Step] = {}
+    holders: dict[str, tuple[Any, ...]] = {}
+    for each in dict.fromkeys((BASE, name)):
+        steps[each], holders[each] = SUBJECTS[each].make(make_parameters(shapes, device))
+    times = in_turns(steps, device, limit)
+    state = state_bytes(holders[name])
+    graph_ms = graph_ratio = temporary = None
+    if device == "cuda":
+        temporary = temporary_bytes(steps[name]) / count
+    if device == "cuda" and SUBJECTS[name].can_be_captured:
+        graphs = in_turns({each: captured(step) for each, step in steps.items()}, device, limit)
+        graph_ms = statistics.median(graphs[name])
+        graph_ratio = graph_ms / statistics.median(graphs[BASE])
+    own, middle = times[name], statistics.median(times[name])
+    tenths = statistics.quantiles(own, n=10, method="inclusive")
+    return Row(
+        model=model,
+        weights=count,
+        optimizer=name,
+        rounds=len(own),
+        ms=middle,
+        low=tenths[0],
+        high=tenths[-1],
+        ratio=middle / statistics.median(times[BASE]),
+        graph_ms=graph_ms,
+        graph_ratio=graph_ratio,
+        state=state / count,
+        temporary=temporary,
+    )

@@ -23,8 +23,8 @@ NAMES = {
     "adamw": Method(),
     "ema_short": Method(average=SHORT),
     "ema_long": Method(average=LONG),
+    "push": Method(optimizer="push"),
     "pace": Method(optimizer="pace"),
-    "pace_paper": Method(optimizer="pace:gain=paper"),
     "wsd": Method(schedule="wsd"),
     "cosine": Method(schedule="cosine"),
     "schedule_free": Method(optimizer="schedule_free"),
@@ -35,16 +35,16 @@ NAMES = {
     "ademamix": Method(optimizer="ademamix"),
     "sgd": Method(optimizer="sgd"),
 }
-DEFAULT = ("adamw", "ema_short", "ema_long", "pace", "wsd", "schedule_free")
+DEFAULT = ("adamw", "ema_short", "ema_long", "push", "pace", "wsd", "schedule_free")
 
 
 def parse(text: str) -> Method:
-    """A method by its name, with settings, another average and another schedule if they are given.
+    """Return a method by its name, with settings, another average and another schedule if they are given.
 
     >>> parse("ema_long")
     Method(optimizer='adamw', schedule='constant', average='long_ema=power:0.7')
-    >>> parse("pace_paper:pullback_strength=0.01/power:0.9@cosine")
-    Method(optimizer='pace:gain=paper,pullback_strength=0.01', schedule='cosine', average='power:0.9')
+    >>> parse("adamw:weight_decay=0.1/power:0.9@cosine")
+    Method(optimizer='adamw:weight_decay=0.1', schedule='cosine', average='power:0.9')
     """
     rest, _, schedule = text.partition("@")
     rest, _, average = rest.partition("/")
@@ -53,8 +53,7 @@ def parse(text: str) -> Method:
         raise ConfigError(f"method {name[:80]!r} is unknown{nearest(name, list(NAMES))}; {_ALLOWED}")
     method = NAMES[name]
     if settings:
-        between = "," if ":" in method.optimizer else ":"
-        method = replace(method, optimizer=f"{method.optimizer}{between}{settings}")
+        method = replace(method, optimizer=f"{method.optimizer}:{settings}")
     if average:
         method = replace(method, average=average)
     if schedule:

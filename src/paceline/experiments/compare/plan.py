@@ -18,6 +18,7 @@ from paceline.experiments.compare.trial import Trial, measure
 from paceline.experiments.config import ConfigError, Run, name_of
 from paceline.experiments.methods import MissingPackageError, check_methods
 from paceline.experiments.run import Notice
+from paceline.experiments.steering import is_steered
 from paceline.lm.files import write_atomically
 
 EVALUATIONS = 20
@@ -245,7 +246,7 @@ def _run_seconds(run: Run, trial: Trial) -> float:
 
 def _finished_up(variant: Run, planned: Run, lr: float, seed: int) -> Run:
     assert planned.steps is not None
-    every = max(10, planned.steps // 100) if variant.optimizer.partition(":")[0] == "pace" else None
+    every = max(10, planned.steps // 100) if is_steered(variant.optimizer) else None
     return replace(
         planned,
         optimizer=variant.optimizer,

@@ -1,1 +1,1 @@
-"""`paceline cost`: memory, time, communication and checkpoints of a training, on paper. Imports no torch."""
+"""The command `paceline cost`: bytes that an optimizer keeps, and its share of a training step."""

@@ -53,7 +53,7 @@ def pace(
     seed: int = spaces.SEED, steps: int | None = None,
 ) -> Cell:  # fmt: skip
     """PACE as in Algorithm 1."""
-    optimizer = f"pace:gain=paper,pullback_strength={c:g},ema_power={kappa:g},update_every={uf},{ADAMW}"
+    optimizer = f"pace:c={c:g},power={kappa:g},every={uf},{ADAMW}"
     return _cell(scale, model, "PACE", optimizer, lr, schedule, seed, steps, c=c, kappa=kappa, uf=uf)
 
 

@@ -8,11 +8,7 @@ from pathlib import Path
 
 from paceline.experiments import records
 from paceline.experiments.config import ConfigError
-from paceline.experiments.cost import price as prices
-from paceline.experiments.cost.hardware import HARDWARE, Hardware, hardware_of
-from paceline.experiments.cost.price import Price, together
 from paceline.experiments.paper import lines
-from paceline.experiments.paper.cells import Cell
 from paceline.experiments.paper.labels import EXPERIMENTS, cells, experiment
 from paceline.experiments.paper.lines import Result
 from paceline.experiments.paper.results import Book
@@ -22,7 +18,7 @@ Say = Callable[[str], None]
 
 PAPER_EXAMPLES = """examples:
   paceline paper
-      every figure of the paper by its label: how many runs it needs, and what they cost on an H200
+      every figure of the paper by its label: how many runs it needs
   paceline paper --scale gpu --records runs/gpu
       the same of models that one GPU trains in minutes, and what is done of it in the folder of a sweep
   paceline paper fig:135m_grid --scale cpu --records runs/cpu
@@ -36,10 +32,7 @@ Scales have the same sweeps; they differ in model, data and budget:
   cpu     a 0.3M GPT and a tiny chat model for 20 steps: to see that everything works
 
 Labels share runs; a run has one name and is counted once in the total. A run with WSD goes on from the run at
-a constant rate where its decay begins, and needs its checkpoint; it costs its own steps. Cost is of what is
-left to do: tokens trained on, operations of training and evaluating, time on one GPU (--hardware) with runs
-one after the other or several at once (--jobs: small models leave a GPU waiting for the host), memory of
-the largest run, by the arithmetic of `paceline cost`.
+a constant rate where its decay begins, and needs its checkpoint.
 
 `paceline sweep LABEL --scale SCALE --out FOLDER` does the runs."""
 
@@ -58,8 +51,6 @@ def add_paper(parser: argparse.ArgumentParser) -> None:
     """Flags of `paceline paper`."""
     parser.add_argument("label", nargs="?", metavar="LABEL", help="the runs of one figure, one by one")
     _add_common(parser)
-    parser.add_argument("--hardware", default="h200", metavar="NAME", help=f"{', '.join(HARDWARE)} [h200]")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once on that GPU [1]")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is in --records to this file")
 
 
@@ -107,11 +98,8 @@ def draw(options: argparse.Namespace, say: Say) -> int:
 
 
 def status(options: argparse.Namespace, say: Say) -> int:
-    """What is done, and what all of it costs."""
-    scale, hardware = SCALES[options.scale], hardware_of(options.hardware)
-    if options.jobs < 1:
-        raise ConfigError(f"--jobs is {options.jobs}; allowed: 1 or more")
-    results = lines.read(options.records)
+    """Show what is done."""
+    scale, results = SCALES[options.scale], lines.read(options.records)
     if options.keep is not None:
         if not options.records:
             raise ConfigError("--keep writes what is in --records; give it too")
@@ -119,23 +107,19 @@ def status(options: argparse.Namespace, say: Say) -> int:
         say(f"{count} runs: {options.keep}")
         return 0
     if options.label is not None:
-        return _one(experiment(options.label).label, scale, hardware, options.jobs, results, say)
-    rows: list[tuple[str, ...]] = [("label", "runs", "done", *prices.TITLES, "verdict")]
+        return _one(experiment(options.label).label, scale, results, say)
+    rows: list[tuple[str, ...]] = [("label", "runs", "done", "verdict")]
     everything: set[str] = set()
-    left: dict[str, Price] = {}
+    missing: set[str] = set()
     for label in EXPERIMENTS:
         book = Book.of(cells(label, scale), results)
-        own = _left(book, scale, hardware)
         everything |= book.names
-        left |= own
-        words = together(own.values()).words(options.jobs)
-        rows.append(
-            (label, str(len(book.names)), str(len(book.names) - len(own)), *words, verdict(book, scale))
-        )
-    counts = str(len(everything)), str(len(everything) - len(left))
-    total = together(left.values())
-    rows.append((f"all, each run once: scale {scale.name}", *counts, *total.words(options.jobs), ""))
-    for line in [*_table(rows), *prices.explained(total, hardware, options.jobs)]:
+        missing |= set(book.missing)
+        counts = str(len(book.names)), str(len(book.names) - len(book.missing))
+        rows.append((label, *counts, verdict(book, scale)))
+    counts = str(len(everything)), str(len(everything - missing))
+    rows.append((f"all, each run once: scale {scale.name}", *counts, ""))
+    for line in _table(rows):
         say(line)
     return 0
 
@@ -149,9 +133,7 @@ def _lines_of(paths: Iterable[Path]) -> list[dict[str, object]]:
     return list(found.values())
 
 
-def _one(
-    label: str, scale: Scale, hardware: Hardware, jobs: int, results: Mapping[str, Result], say: Say
-) -> int:
+def _one(label: str, scale: Scale, results: Mapping[str, Result], say: Say) -> int:
     book = Book.of(cells(label, scale), results)
     named = {cell.name: cell for cell in book.cells}
     rows: list[tuple[str, ...]] = [("run", "", "goes on from")]
@@ -161,21 +143,7 @@ def _one(
     for line in _table(rows):
         say(line)
     say(f"{label} at scale {scale.name}: {len(named)} runs, {len(book.missing)} missing")
-    for line in prices.explained(together(_left(book, scale, hardware).values()), hardware, jobs):
-        say(line)
     return 0
-
-
-def price(cell: Cell, scale: Scale, hardware: Hardware) -> Price:
-    """What a run costs, from where it goes on from another; of models without a shape, roughly."""
-    found = prices.of_run(cell.run, hardware, scale.models[cell.model].parameters)
-    assert found is not None
-    return found
-
-
-def _left(book: Book, scale: Scale, hardware: Hardware) -> dict[str, Price]:
-    """What the missing runs cost, by name."""
-    return {cell.name: price(cell, scale, hardware) for cell in book.cells if cell.name in book.missing}
 
 
 def verdict(book: Book, scale: Scale) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import comb
 
 from paceline.experiments.report.content import Number, Panel, Series
-from paceline.experiments.report.results import Outcomes, Result, is_pace
+from paceline.experiments.report.results import Outcomes, Result
 
 LOSS = "held-out loss (nats a token)"
 
@@ -116,7 +116,7 @@ def _by_rate(outcomes: Outcomes) -> Panel:
 
 def reference(outcomes: Outcomes) -> tuple[str, float, float] | None:
     """The best of the others: method, learning rate and loss, PACE left out where there are others."""
-    others = [m for m in outcomes.methods if not is_pace(m)] or list(outcomes.methods)
+    others = [m for m in outcomes.methods if m not in outcomes.steered] or list(outcomes.methods)
     found = [
         (mean, method, lr)
         for method in others

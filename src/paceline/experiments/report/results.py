@@ -1,7 +1,6 @@
 """Runs as their records tell them, and what was compared in them. No torch."""
 
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.experiments import records
-from paceline.experiments.config import ConfigError, named_averages
+from paceline.experiments.config import ConfigError
 
 Points = tuple[tuple[int, float | None], ...]  # step and loss; None: not finite
 
@@ -47,18 +46,16 @@ class Result:
     def seed(self) -> int:
         return int(self.config["seed"])
 
-    @cached_property
+    @property
     def returned(self) -> dict[str, str]:
-        """Methods that this run stands for: their names, and the weights that each returns."""
-        texts = self.config["averages"]
-        beside = dict(zip((name for name, _ in named_averages(texts)), texts, strict=True))
-        own = "average" if "average" in self.curves and "average" not in beside else "live"
-        found = {_method(self.config, ""): own}
-        for name, text in beside.items():
-            named = text.startswith(f"{name}=")
-            label = re.sub(r"\bema\b", "EMA", name.replace("_", " ")) if named else text
-            found[_method(self.config, label)] = name
-        return found
+        """The methods that this run stands for: their names, and the weights that each returns."""
+        return dict(self.about["methods"])
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether the run moves live weights by their gap to an average: it is one of PACE."""
+        control = self.about["control"]
+        return control is not None and control["strength"] != 0
 
     def loss(self, weights: str) -> float | None:
         """What the run came to; None if it diverged."""
@@ -70,36 +67,6 @@ class Result:
         if "optimizer_bytes" not in self.end:
             return None
         return int(self.end["optimizer_bytes"]) + int(self.end["average_bytes"].get(weights, 0))
-
-
-NAMES = {
-    "adamw": "AdamW",
-    "pace": "PACE",
-    "schedule_free": "Schedule-Free",
-    "lookahead": "Lookahead",
-    "gpa": "GPA",
-    "ema_nesterov": "EMA-Nesterov",
-    "ademamix": "AdEMAMix",
-    "sgd": "SGD",
-}
-SCHEDULES = {"wsd": "WSD", "cosine": "cosine", "inverse_sqrt": "1/√t"}
-
-
-def _method(config: Mapping[str, Any], average: str) -> str:
-    """The name of a method, made of what it is."""
-    optimizer, _, settings = str(config["optimizer"]).partition(":")
-    schedule, _, how = str(config["schedule"]).partition(":")
-    name = NAMES.get(optimizer, optimizer)
-    if settings:
-        name += f" ({settings})"
-    if schedule != "constant":
-        name += f" {SCHEDULES.get(schedule, schedule)}" + (f" ({how})" if how else "")
-    return f"{name} · {average}" if average else name
-
-
-def is_pace(method: str) -> bool:
-    """Whether a method is the one that this library is about."""
-    return method.startswith(NAMES["pace"])
 
 
 # --- Reading ------------------------------------------------------------------------------------------
@@ -184,6 +151,11 @@ class Outcomes:
     def methods(self) -> tuple[str, ...]:
         """All of them, in the order in which they were given."""
         return tuple(dict.fromkeys(name for result in self.results for name in result.returned))
+
+    @cached_property
+    def steered(self) -> frozenset[str]:
+        """The methods of PACE among them, or of another optimizer with a control."""
+        return frozenset(name for result in self.results if result.is_steered for name in result.returned)
 
     @cached_property
     def lrs(self) -> tuple[float, ...]:

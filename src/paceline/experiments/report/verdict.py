@@ -4,7 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from paceline.experiments.report.results import Outcomes, is_pace
+from paceline.experiments.report.results import Outcomes
 
 # 97.5 % points of Student's t by degrees of freedom; two seeds leave one.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -63,10 +63,11 @@ def judge(outcomes: Outcomes, differing: dict[str, list[str]]) -> str:
     if not best:
         return "No verdict: no run came to its end without diverging."
     ranked = sorted(best, key=lambda name: outcomes.mean(name, best[name]) or 0.0)
-    paces, rivals = [n for n in ranked if is_pace(n)], [n for n in ranked if not is_pace(n)]
-    if len(ranked) == 1 or not any(is_pace(name) for name in outcomes.methods):
+    paces = [name for name in ranked if name in outcomes.steered]
+    rivals = [name for name in ranked if name not in outcomes.steered]
+    if len(ranked) == 1 or not outcomes.steered:
         return _without_pace(outcomes, ranked, best)
-    if not any(outcomes.has_ended(name) for name in outcomes.methods if is_pace(name)):
+    if not any(outcomes.has_ended(name) for name in outcomes.steered):
         return (
             f"No verdict yet: no run of PACE has ended; {rivals[0]} is at {_at(outcomes, rivals[0], best)}."
         )

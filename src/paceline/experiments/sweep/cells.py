@@ -67,8 +67,8 @@ def read(path: Path) -> Sweep:
 def grid_of(words: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
     """The grid that flags give: of each, the name of a setting and its values.
 
-    >>> grid_of([["lr", "1e-3", "3e-3"], ["optimizer", "adamw", "pace:gain=paper,ema_power=0.5"]])
-    {'lr': ['1e-3', '3e-3'], 'optimizer': ['adamw', 'pace:gain=paper,ema_power=0.5']}
+    >>> grid_of([["lr", "1e-3", "3e-3"], ["optimizer", "adamw", "push:strength=0.7,power=0.5"]])
+    {'lr': ['1e-3', '3e-3'], 'optimizer': ['adamw', 'push:strength=0.7,power=0.5']}
     """
     grid: dict[str, Sequence[str]] = {}
     for flag, *values in words:

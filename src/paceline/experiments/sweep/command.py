@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.experiments.config import ConfigError, Run, name_of
-from paceline.experiments.cost import price as prices
-from paceline.experiments.cost.hardware import HARDWARE, Hardware, hardware_of
 from paceline.experiments.paper import lines
 from paceline.experiments.paper.command import verdict
 from paceline.experiments.paper.labels import cells as cells_of_label
@@ -28,7 +26,7 @@ Say = Callable[[str], None]
 
 EXAMPLES = """examples:
   paceline sweep --out sweeps/first --model gpt:1m --steps 300 --seeds 1 2 3 \\
-      --grid lr 1e-3 2e-3 4e-3 --grid optimizer adamw pace pace:gain=paper,ema_power=0.5
+      --grid lr 1e-3 2e-3 4e-3 --grid optimizer adamw pace push:strength=0.7,power=0.5
       27 runs: all combinations of three rates, three optimizers and three seeds
   paceline sweep --out sweeps/mine --config mine.toml --jobs 4 --dry-run
       what a file describes, as a list; without --dry-run it is run, four at once
@@ -72,12 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a setting and its values; more of them: all combinations",
     )
     parser.add_argument("--seeds", nargs="+", metavar="N", help="run each combination with each of these")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the cells with what they cost, and run nothing"
-    )
-    parser.add_argument(
-        "--hardware", default="h200", metavar="NAME", help=f"for --dry-run: {', '.join(HARDWARE)} [h200]"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="list the cells, and run nothing")
     parser.add_argument(
         "--jobs", metavar="N", help="cells at once [a GPU each; without one, a core each, at most 4]"
     )
@@ -125,7 +118,6 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
     runs = list(named.values())
     margin = None if options.stop_diverged == "off" else _positive("--stop-diverged", options.stop_diverged)
     heart = _positive("--heart-seconds", options.heart_seconds)
-    hardware = hardware_of(options.hardware)
     engine = _engine(options, runs)  # what is wrong with a flag shows before torch is imported
     from paceline.experiments import live
     from paceline.experiments.methods import check_methods
@@ -136,7 +128,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any], say: Say, warn
             check_methods(method)
     cells = cells_of(named, options.out, margin)
     if options.dry_run:
-        return _list(cells, wanted, hardware, int(options.jobs or 1), say)
+        return _list(cells, wanted, say)
     made = engine()  # a cluster that is not there is said before anything else
     rows = _rows(cells, wanted is not None)
     say(rows.counts())
@@ -221,8 +213,8 @@ def _rows(cells: "tuple[Cell, ...]", by_name: bool) -> Any:
     return Rows(cells, tuple(settings[0]), labels)
 
 
-def _list(cells: "tuple[Cell, ...]", wanted: Labelled | None, hardware: Hardware, jobs: int, say: Say) -> int:
-    """Every cell, and what is left to do costs, where that is known without its data."""
+def _list(cells: "tuple[Cell, ...]", wanted: Labelled | None, say: Say) -> int:
+    """Show every cell, with its steps and tokens."""
     from paceline.experiments.live import as_text
     from paceline.experiments.report.content import Table
     from paceline.experiments.run import is_finished
@@ -232,32 +224,22 @@ def _list(cells: "tuple[Cell, ...]", wanted: Labelled | None, hardware: Hardware
         settings = [{"goes on from": cell.run.fork or ""} for cell in cells]
     names = tuple(settings[0])
     done = [is_finished(cell.folder) for cell in cells]
-    costs = [
-        wanted.price(cell.folder.name, hardware) if wanted else prices.of_run(cell.run, hardware)
-        for cell in cells
-    ]
     rows = tuple(
         (
             cell.folder.name,
             *(described.text(value) for value in of_one.values()),
             *_size(cell.run),
-            *(("?", "?", "?") if cost is None else cost.words()[1:]),
             "done" if is_done else "",
         )
-        for cell, of_one, cost, is_done in zip(cells, settings, costs, done, strict=True)
+        for cell, of_one, is_done in zip(cells, settings, done, strict=True)
     )
-    columns = ("cell", *names, "steps", "tokens", *prices.TITLES[1:], "")
-    numeric = (False, *(False for _ in names), True, True, True, True, True, False)
+    columns = ("cell", *names, "steps", "tokens", "")
+    numeric = (False, *(False for _ in names), True, True, False)
     for line in as_text(
         Table(key="cells", title="Cells", columns=columns, rows=rows, numeric=numeric)
     ).splitlines():
         say(line)
     say(f"{len(cells)} cells, {sum(done)} done")
-    left = [cost for cost, is_done in zip(costs, done, strict=True) if not is_done]
-    known = [cost for cost in left if cost is not None]
-    if left and len(known) == len(left):
-        for line in prices.explained(prices.together(known), hardware, jobs):
-            say(line)
     return 0
 
 

@@ -2,16 +2,13 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from paceline.experiments import config, records
 from paceline.experiments.config import NO_OTHER_RUN, ConfigError, Run, as_mapping
-from paceline.experiments.cost.hardware import Hardware
-from paceline.experiments.cost.price import Price
-from paceline.experiments.paper.command import price
-from paceline.experiments.paper.labels import EXPERIMENTS, cells, experiment, runs
+from paceline.experiments.paper.labels import EXPERIMENTS, experiment, runs
 from paceline.experiments.paper.scales import SCALES, Scale, located
 
 MAY_BE_SET = (NO_OTHER_RUN - {"keep_steps"}) | {"micro_batch_size", "activation_checkpointing", "compile"}
@@ -38,16 +35,6 @@ class Labelled:
     """Of other labels, that go on from one of these."""
     settings: Mapping[str, Any]
     """Of the user."""
-
-    def price(self, name: str, hardware: Hardware) -> Price:
-        """What a run costs: by the scale's name of its model, whose folder says nothing of its size."""
-        cell = next(
-            cell
-            for label in self.labels
-            for cell in cells(label, SCALES[self.scale.name])
-            if cell.name == name
-        )
-        return price(replace(cell, run=_with(cell.run, self.settings)), self.scale, hardware)
 
 
 def add(parser: argparse.ArgumentParser) -> None:

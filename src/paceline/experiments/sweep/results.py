@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.experiments.config import mark_of, returned_of
+from paceline.experiments.config import mark_of
 from paceline.experiments.pool import Cell
 from paceline.experiments.report.content import Table
 from paceline.experiments.report.results import read_run
@@ -57,6 +57,7 @@ def _finished(cell: Cell, settings: dict[str, Any]) -> Line:
     losses = {view: points[-1][1] for view, points in found.curves.items()}
     result = _head(cell, settings, found.outcome) | {
         "step": found.end["step"],
+        "returned": found.about["returned"],
         "losses": losses if found.outcome == "finished" else {},
     }
     timing = {
@@ -70,7 +71,8 @@ def _finished(cell: Cell, settings: dict[str, Any]) -> Line:
 
 def _without_run(cell: Cell, settings: dict[str, Any], outcome: str, why: str) -> Line:
     timing = {"cell": cell.folder.name, "seconds": None, "tokens_per_second": None, "text": why}
-    return Line(result=_head(cell, settings, outcome) | {"step": None, "losses": {}}, timing=timing)
+    nothing: dict[str, Any] = {"step": None, "returned": None, "losses": {}}
+    return Line(result=_head(cell, settings, outcome) | nothing, timing=timing)
 
 
 def diverged_before(cell: Cell) -> str | None:
@@ -127,8 +129,8 @@ def _without_seed(line: dict[str, Any]) -> dict[str, Any]:
 
 def _row(group: list[dict[str, Any]]) -> tuple[tuple[bool, bool, float], tuple[str, ...]]:
     """What to sort by, and the row: those of which every seed came to its end are first."""
-    known = [line["losses"] for line in group if line["losses"] and None not in line["losses"].values()]
-    view = returned_of(known[0]) if known else ""
+    lines = [line for line in group if line["losses"] and None not in line["losses"].values()]
+    known, view = [line["losses"] for line in lines], lines[0]["returned"] if lines else ""
     losses = [by_view[view] for by_view in known]
     mean = statistics.fmean(losses) if losses else 0.0
     spread = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else ""

@@ -69,10 +69,15 @@ ERRATA = tuple(
             "E21",
             "Algorithm 1 and its description",
             "three readings of the pull",
-            "by the gap before the step (pre); the others are variants",
+            "by the gap before the step; the others are variants",
         ),
         ("E22", "Algorithm 1", "v̂_t, elsewhere v_t", "bias-corrected"),
-        ("E23", "the experiments", "γ = 1, ρ = 0, undefined", "rates (ρ + γt)^−κ; PACE's own is (1 + t)^−κ"),
+        (
+            "E23",
+            "the experiments",
+            "γ = 1, ρ = 0, undefined",
+            "rates (1 + γ max(0, t − ρ))^−κ, as in the published code",
+        ),
         (
             "E24",
             "the choice of C",
@@ -107,7 +112,7 @@ ERRATA = tuple(
             "E29",
             "c → ∞ is Lookahead with one inner step",
             "of Algorithm 1",
-            "of the reading that averages first (lookahead)",
+            'of the reading that averages first (`order="average, then pull"`)',
         ),
     )
 )

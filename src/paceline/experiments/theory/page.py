@@ -59,8 +59,7 @@ CHAPTERS = (
         right. A push moves it to the left. If η* is the best learning rate, R* = η/η* − 1 is the
         strength that makes of η the best one. The balance of the next gradient and the gap, which says
         whether the next loss would fall with a stronger pull, changes its sign near η* on this
-        quadratic. In the networks of our study it did not: it was positive at every rate
-        (docs/defaults.md, H2).""",
+        quadratic. In the networks of our study it did not: it was positive at every rate.""",
         ("equal-speed", "basin", "right-ratio"),
         "",
     ),

@@ -4,17 +4,15 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.control.advice import Situation, advise
-from paceline.control.family import right_ratio
-from paceline.experiments.config import ConfigError, parse_spec
+from paceline.experiments.config import ConfigError, named_averages
 from paceline.experiments.report.palette import style
-from paceline.experiments.report.results import Outcomes, Result, differences, is_pace, read_outcomes
+from paceline.experiments.report.results import Outcomes, Result, differences, read_outcomes
 from paceline.experiments.theory.picture import Picture, labels, line
-from paceline.optim.recipe import USUAL, completed, with_gain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +27,11 @@ class Kind:
     @property
     def lr(self) -> float:
         return self.runs[0].lr
+
+    @property
+    def control(self) -> Mapping[str, Any]:
+        """The control of these runs, as plain values."""
+        return dict(self.runs[0].about["control"])
 
     @property
     def name(self) -> str:
@@ -101,8 +104,15 @@ def _picture(
     """R as it was and as it should have been, and what came of it, over the learning rate."""
     rows: list[tuple[str, ...]] = [("lr", "optimizer", "R, tenth", "median", "nine tenths", "R*")]
     for kind in kinds:
-        right = "" if best_lr is None else f"{float(right_ratio(kind.lr, best_lr)):.3g}"
-        rows.append((f"{kind.lr:g}", kind.name, *(f"{value:.3g}" for value in kind.ratios), right))
+        right = situation_of(kind, best_lr).right_ratio
+        rows.append(
+            (
+                f"{kind.lr:g}",
+                kind.name,
+                *(f"{value:.3g}" for value in kind.ratios),
+                "" if right is None else f"{right:.3g}",
+            )
+        )
 
     def ratios(axes: "Axes") -> None:
         for i, name in enumerate(dict.fromkeys(kind.name for kind in kinds)):
@@ -120,7 +130,7 @@ def _picture(
         labels(axes, "Strength of the pull", "learning rate", "R: median, and eight tenths of coordinates")
 
     def losses(axes: "Axes") -> None:
-        names = [name for name in outcomes.methods if name in plain or is_pace(name)]
+        names = [name for name in outcomes.methods if name in plain or name in outcomes.steered]
         for i, name in enumerate(names):
             points = [(lr, mean) for lr in outcomes.lrs if (mean := outcomes.mean(name, lr)) is not None]
             line(
@@ -173,7 +183,7 @@ def _plain_methods(outcomes: Outcomes) -> dict[str, str]:
     found = {}
     for method in outcomes.methods:
         runs = [r for r in outcomes.results if method in r.returned]
-        adamw = all(r.config["optimizer"].partition(":")[0] == "adamw" for r in runs)
+        adamw = all(r.config["optimizer"].partition(":")[0] == "adamw" and not r.is_steered for r in runs)
         constant = all(r.config["schedule"] == "constant" for r in runs)
         average = average_of(runs[0], method)
         if adamw and constant and average is not None and outcomes.best_lr(method) is not None:
@@ -195,12 +205,14 @@ def average_of(run: Result, method: str) -> str | None:
     weights = run.returned[method]
     if weights == "live":
         return None
-    for text in run.config["averages"]:
-        name, _, spec = text.rpartition("=")
-        if weights == (name or text.replace(":", "_").replace(".", "_").replace(",", "_")):
-            return str(spec)
-    power = _setting(run, "return_power")
-    return f"power:{_setting(run, 'ema_power') if power is None else power:g}"
+    beside = dict(named_averages(run.config["averages"]))
+    if weights in beside:
+        return beside[weights]
+    control = run.about["control"]
+    if control is None:
+        return None
+    power = control["power"] if control["return_power"] is None else control["return_power"]
+    return f"power:{power:g}"
 
 
 def _title(kind: Kind) -> str:
@@ -223,16 +235,10 @@ def situation_of(kind: Kind, best_lr: float | None) -> Situation:
         lr=kind.lr,
         steps=int(kind.reading("t")),
         ratio=max(kind.ratios[1], -0.99),
-        ema_power=float(_setting(kind.runs[0], "ema_power") or 0.0),
+        power=kind.control["power"],
+        step=kind.control["step"],
         best_lr=best_lr,
     )
-
-
-def _setting(run: Result, name: str) -> float | None:
-    """What a run was trained with, said or not."""
-    settings = dict.fromkeys(("gain", *USUAL["paper"])) | parse_spec(run.config["optimizer"])[2]
-    value: float | None = completed(with_gain(settings))[name]
-    return value
 
 
 def _seen(kind: Kind, outcomes: Outcomes, plain: Mapping[str, str], best_lr: float | None) -> list[str]:
@@ -240,12 +246,12 @@ def _seen(kind: Kind, outcomes: Outcomes, plain: Mapping[str, str], best_lr: flo
     if not plain or best_lr is None:
         return []
     lr, run = kind.lr, kind.runs[0]
-    right = float(right_ratio(lr, best_lr))
-    expected = "a gain" if right > 0.25 else "no gain"
+    right = situation_of(kind, best_lr).right_ratio
+    expected = "a gain" if right is not None and right > 0.25 else "no gain"
     lines = []
     for method in run.returned:
         loss = outcomes.mean(method, lr)
-        if not is_pace(method) or loss is None:
+        if method not in outcomes.steered or loss is None:
             continue
         alike = [name for name, average in plain.items() if average == average_of(run, method)]
         other = alike[0] if alike else _lowest(outcomes, plain)

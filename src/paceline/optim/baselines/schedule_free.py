@@ -1,94 +1,66 @@
-"""The Schedule-Free optimizers of the `schedulefree` package, behind the evaluation of this one."""
+"""The Schedule-Free optimizers of the `schedulefree` package, behind the evaluation of this library."""
 
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from paceline.optim.loading import Format
-from paceline.optim.state import State
-from paceline.optim.weights import show_computed_, show_kept_
-from paceline.optim.wrapper import Wrapper
+from paceline.optim.attach import Attachment, Base
+from paceline.optim.state import STEP, Entry, State
+from paceline.optim.steering import Rule
 
 
-def _no_setting_of_ours(group: dict[str, Any]) -> None:
-    """All settings are the package's."""
+def schedule_free(base: Base) -> Base:
+    """Let `averaged_weights` evaluate a Schedule-Free optimizer (Defazio et al., arXiv 2405.15682).
 
+    It takes an optimizer of the `schedulefree` package (AdamW, SGD, RAdam or ScheduleFree+) and returns it.
+    The parameters hold the weights to take gradients at, y; evaluated and returned is the average x, shown by
+    `averaged_weights` and taken back bit for bit. The package's own `eval()` and `train()` go there and back
+    by arithmetic, and drift: do not call them.
 
-def _wanted(group: dict[str, Any]) -> tuple[str, ...]:
-    return ()
+    The paper's settings: lr 1 to 10 times that of a schedule, betas (0.9, 0.999) or (0.95, 0.99), a warm-up,
+    no decay of the rate. The package overwrites `.grad` in its step.
+    """
+    if not isinstance(base, Optimizer) or not all("train_mode" in group for group in base.param_groups):
+        raise TypeError(
+            f"schedule_free takes an optimizer of the schedulefree package, not {type(base).__name__}"
+        )
+    if not all(group["train_mode"] for group in base.param_groups):  # a fresh or loaded one is in eval mode
+        base.train()  # type: ignore[attr-defined]
+    Attachment(base, _ScheduleFree(base))
+    return base
 
 
 @final
-class ScheduleFree(Wrapper):
-    """A Schedule-Free optimizer (Defazio et al., arXiv 2405.15682) that never has to be told its mode.
+class _ScheduleFree(Rule):
+    """The rule of `schedule_free`: nothing is kept, since x follows from y and the package's z."""
 
-    Wraps an optimizer of the `schedulefree` package: AdamW, SGD, RAdam, and ScheduleFree+ (arXiv
-    2605.19095; in the package's repository, not yet in its release 1.4.1), which needs `step(closure)`.
-    The parameters hold the weights to take gradients at, y; what is evaluated and returned is the
-    average x, shown by `averaged_weights` or `eval()` and taken back bit for bit. The package's own
-    `eval()` and `train()` are not called: they go there and back by arithmetic, and drift.
-
-    The paper's settings: lr 1 to 10 times that of a schedule, betas (0.9, 0.999) or (0.95, 0.99), a
-    warm-up (`warmup_steps`), no decay of the rate. The package overwrites `.grad` in its step.
-
-    >>> import torch, paceline, schedulefree
-    >>> from paceline.optim.baselines import ScheduleFree
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = ScheduleFree(schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01))
-    >>> model(torch.ones(4, 2)).square().mean().backward()
-    >>> optimizer.step()
-    >>> with paceline.averaged_weights(optimizer):
-    ...     loss = model(torch.ones(4, 2)).square().mean()
-    """
-
-    format = Format(
-        prefix="schedulefree_",
-        reads="ScheduleFree loads its own states and those of its base optimizer",
-        check=_no_setting_of_ours,
-        wanted=_wanted,
-        on_device=False,
-    )
+    kept = ()
 
     def __init__(self, base: Optimizer) -> None:
-        if isinstance(base, Optimizer) and not all("train_mode" in group for group in base.param_groups):
-            raise TypeError(
-                f"ScheduleFree wraps an optimizer of the schedulefree package, not {type(base).__name__}; "
-                "for an average beside another optimizer take Pullback or Averages"
-            )
-        super().__init__(base, {})
-        self._be_in_train_mode()
+        self.settings = {}  # all of them are the package's
+        self._base = ref(base)  # a load replaces its groups and states
 
-    def _be_in_train_mode(self) -> None:
-        """A fresh one starts out in eval mode, and a loaded one may be: from there the package goes to y."""
-        if not all(group["train_mode"] for group in self.param_groups):
-            self.base.train()  # type: ignore[attr-defined]
+    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("x",)
 
-    def _prepare(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        self._be_in_train_mode()
+    def entries(self, live: Tensor, group: dict[str, Any]) -> dict[str, Entry]:
+        return {"step": STEP}
 
-    def _finish(self, group: dict[str, Any], moved: list[Tensor], prepared: None) -> None:
-        for parameter in moved:
-            self._memory[parameter]["step"] += 1
-
-    def _abandon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Nothing was changed."""
-
-    def _average(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor:
-        entries = self.base.state[parameter]
+    def value(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor | None:
+        """Return x from y = beta · x + (1 − beta) · z."""
+        base = self._base()
+        if base is None or state["step"].item() == 0:
+            return None
+        entries = base.state[parameter]
         if "x" in entries:  # ScheduleFree+ keeps it
             average: Tensor = entries["x"]
             return average
-        # y = beta · x + (1 − beta) · z
-        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        if not group["train_mode"]:  # the package's own eval() was called: the parameter is x
+        # The package's own eval() was called: the parameter is x. A group that was added later has no mode.
+        if not base.param_groups[0]["train_mode"]:
             return live
+        group = next(g for g in base.param_groups if any(p is parameter for p in g["params"]))
         beta = group["betas"][0] if "betas" in group else group["momentum"]
         return torch.lerp(live, entries["z"].to(live), 1 - 1 / beta)
-
-    def _show(self, name: str, parameter: Tensor, state: State) -> None:
-        show_computed_(parameter, state, self._average(name, parameter, state, parameter.detach()))
-
-    def _hide(self, parameter: Tensor, state: State) -> None:
-        show_kept_(parameter, state)
