@@ -184,6 +184,35 @@ def test_a_state_that_cannot_belong_is_refused_and_nothing_is_loaded(kind):
     assert_same_bits(before, everything(optimizer))
 
 
+@makers
+def test_parameters_that_show_an_average_take_no_state_of_live_weights(make):
+    """Not even before their first step, where both are the same."""
+    parameters, others = make_parameters(), make_parameters()
+    saved = advance(make(parameters), parameters, make_gradients(2)).state_dict()
+    optimizer = make(others)
+    keeper_of(optimizer).show()
+    with pytest.raises(ValueError, match="the parameters hold the average now"):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    keeper_of(optimizer).hide()
+    optimizer.load_state_dict(copy.deepcopy(saved))
+
+
+def test_a_second_load_forgets_the_live_weights_of_the_first():
+    """The average is live here, so that the weights of the second could be those of a shown average."""
+    own = {"control": Control.none(power=0.0)}
+    parameters, others = make_parameters(), make_parameters()
+    optimizer, other = run(parameters, make_gradients(2), **own), run(others, [], **own)
+    with averaged_weights(optimizer):
+        first = copy.deepcopy(optimizer.state_dict())
+    advance(optimizer, parameters, make_gradients(2))
+    other.load_state_dict(first)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():
+        torch._foreach_copy_(others, parameters)
+    other.train()
+    assert_same_bits(everything(other), everything(optimizer))
+
+
 def test_averages_that_a_state_lacks_are_named_and_begin_as_live():
     parameters, others = make_parameters(), make_parameters()
     old = attach(torch.optim.AdamW(parameters), control=PUSH, averages={"a": PowerLaw(0.5)})
