@@ -97,7 +97,8 @@ def test_without_a_control_the_kernel_is_fused_adamw_to_a_unit():
         advance(adamw, theirs, [gradients])
         units = (ours[0].detach().view(torch.int32) - theirs[0].detach().view(torch.int32)).abs()
         near_0 = theirs[0].detach().abs() < 0.25  # a number close to 0 is the difference of larger ones
-        assert units[~near_0].max() <= 2 and (units[~near_0] <= 1).double().mean() > 0.999
+        # Four: a weight that falls below a power of 2 was rounded in units twice as large.
+        assert units[~near_0].max() <= 4 and (units[~near_0] <= 1).double().mean() > 0.999
         assert (ours[0] - theirs[0])[near_0].abs().max() < 3e-8
         with torch.no_grad():
             ours[0].copy_(theirs[0])
