@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from paceline import PACE, Control, parameter_groups
-from paceline.experiments.bench.command import environment
-from paceline.experiments.bench.measure import captured, in_turns
-from paceline.experiments.bench.subjects import SEED
+from paceline.bench.command import environment
+from paceline.bench.measure import captured, in_turns
+from paceline.bench.subjects import SEED
 from paceline.lm.gpt import GPT, shape_of
 
 CONTROLS = {"paper": Control.paper(), "push": Control.push()}

@@ -16,13 +16,13 @@ from typing import Any, get_args
 import torch
 
 from paceline import PACE, Control, averaged_weights, parameter_groups
-from paceline.experiments.bench.command import environment
-from paceline.experiments.data import open_prepared
+from paceline.bench.command import environment
 from paceline.lm.batch import numbers_at
 from paceline.lm.evaluate import autocast, summed_loss
 from paceline.lm.gpt import GPT, shape_of
 from paceline.lm.shards import Windows
 from paceline.optim.settings import AverageDtype
+from paceline.runs.data import open_prepared
 
 POWERS = (0.3, 0.5, 0.7)
 SEED = 0

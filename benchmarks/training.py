@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from paceline.experiments.bench.command import environment
-from paceline.experiments.bench.subjects import BASE, SEED, SUBJECTS
+from paceline.bench.command import environment
+from paceline.bench.subjects import BASE, SEED, SUBJECTS
 from paceline.lm.batch import Batch
 from paceline.lm.evaluate import autocast, summed_loss
 from paceline.lm.gpt import GPT, shape_of

@@ -21,13 +21,13 @@ from torch.nn import functional as F
 
 from paceline import cli
 from paceline.cli import main
-from paceline.experiments import build, config, display, methods
-from paceline.experiments.config import Run
-from paceline.experiments.records import read
-from paceline.experiments.run import restored
 from paceline.lm import checkpoint
 from paceline.lm.batch import IGNORED
 from paceline.lm.loop import Step
+from paceline.runs import build, config, display, methods
+from paceline.runs.config import Run
+from paceline.runs.records import read
+from paceline.runs.run import restored
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from scipy import stats
 
-from paceline.experiments.cost.arithmetic import OPTIMIZERS
+from paceline.cost.arithmetic import OPTIMIZERS
 
 matplotlib.use("Agg")
 ROOT = Path(__file__).parents[2]

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
-from paceline.experiments import config
-from paceline.experiments.bench import command as bench
-from paceline.experiments.compare.method import DEFAULT as METHODS
-from paceline.experiments.config import ConfigError
-from paceline.experiments.cost import command as cost
-from paceline.experiments.paper import command as paper
-from paceline.experiments.sweep import command as sweep
-from paceline.experiments.terminal import own_rank, printable
-from paceline.experiments.theory import command as theory
+from paceline.bench import command as bench
+from paceline.cost import command as cost
+from paceline.paper import command as paper
+from paceline.runs import config
+from paceline.runs.config import ConfigError
+from paceline.runs.terminal import own_rank, printable
+from paceline.studies.compare.method import DEFAULT as METHODS
+from paceline.studies.sweep import command as sweep
+from paceline.theory import command as theory
 
 if TYPE_CHECKING:
-    from paceline.experiments.compare.comparison import Reported
+    from paceline.studies.compare.comparison import Reported
 
 EXAMPLES = {
     "compare": """examples:
@@ -111,8 +111,8 @@ def _answer(arguments: Sequence[str] | None) -> int:
 def _report(error: BaseException) -> int:
     if "torch" not in sys.modules:  # then it is none of those below, and importing them takes seconds
         return _fail(error, 1)
-    from paceline.experiments.run import Interrupted
     from paceline.lm.memory import explain_memory
+    from paceline.runs.run import Interrupted
 
     if isinstance(error, Interrupted):
         if not own_rank():
@@ -280,9 +280,9 @@ def _run_of(options: argparse.Namespace) -> config.Run:
 def _compare(options: argparse.Namespace) -> int:
     names = config.documentation().keys() - COMPARED
     settings = {name: value for name, value in vars(options).items() if name in names}
-    from paceline.experiments.compare import comparison, live
-    from paceline.experiments.compare.plan import Plan, Request
-    from paceline.experiments.live import shown
+    from paceline.studies.compare import comparison, live
+    from paceline.studies.compare.plan import Plan, Request
+    from paceline.studies.live import shown
 
     request = Request(
         settings=settings,
@@ -316,7 +316,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _report_again(options: argparse.Namespace) -> int:
-    from paceline.experiments.compare.comparison import report_again
+    from paceline.studies.compare.comparison import report_again
 
     if options.out is None and not (len(options.runs) == 1 and (options.runs[0] / "plan.json").exists()):
         raise ConfigError("--out FOLDER is needed: where to write the report")
@@ -324,7 +324,7 @@ def _report_again(options: argparse.Namespace) -> int:
 
 
 def _show_report(ended: "Reported") -> int:
-    from paceline.experiments.live import as_text
+    from paceline.studies.live import as_text
 
     report = ended.report
     cost = next(table for table in report.tables if table.key == "cost")
@@ -369,9 +369,9 @@ def _seconds(text: str) -> float:
 
 def _train(options: argparse.Namespace) -> int:
     run = _run_of(options)
-    from paceline.experiments import display, sinks
-    from paceline.experiments.methods import check_methods
-    from paceline.experiments.run import Notice, execute
+    from paceline.runs import display, sinks
+    from paceline.runs.methods import check_methods
+    from paceline.runs.run import Notice, execute
 
     check_methods(run)
     if own_rank():  # the first speaks for all
@@ -386,7 +386,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from paceline.experiments.returned import evaluate
+    from paceline.runs.returned import evaluate
 
     for name, loss in evaluate(options.run, options.step, options.weights).items():
         _say(f"{name}: {loss:.6f} nats a token")
@@ -394,7 +394,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from paceline.experiments.returned import export
+    from paceline.runs.returned import export
 
     facts = export(options.run, options.step, options.weights, options.folder)
     _say(f"wrote the {facts['weights']} weights of step {facts['step']} to {options.folder}")
@@ -402,7 +402,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from paceline.experiments.doctor import examine, examine_machine
+    from paceline.runs.doctor import examine, examine_machine
 
     lines, whole = (examine_machine(), True) if options.folder is None else examine(options.folder)
     for line in lines:
@@ -411,7 +411,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _data(options: argparse.Namespace) -> int:
-    from paceline.experiments.data import prepare_folder
+    from paceline.runs.data import prepare_folder
 
     text = prepare_folder(options.data, options.tokenizer, options.folder, _say)
     for part, tokens in (("train", text.training), ("held-out", text.held_out)):

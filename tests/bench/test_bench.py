@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.bench import measure, subjects
 from paceline.cli import main
-from paceline.experiments.bench import measure, subjects
-from paceline.experiments.cost.arithmetic import OPTIMIZERS
+from paceline.cost.arithmetic import OPTIMIZERS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

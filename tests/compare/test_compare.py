@@ -15,14 +15,14 @@ from killing import kill_at_random
 from tiny import write_chats, write_model, write_text
 
 from paceline.cli import main
-from paceline.experiments.compare import method, plan
-from paceline.experiments.compare.method import NAMES, Method, parse, runs_of
-from paceline.experiments.compare.trial import Trial
-from paceline.experiments.config import ConfigError, Run, name_of
-from paceline.experiments.methods import OPTIMIZERS
-from paceline.experiments.records import read
-from paceline.experiments.run import is_finished
 from paceline.lm.files import locked
+from paceline.runs.config import ConfigError, Run, name_of
+from paceline.runs.methods import OPTIMIZERS
+from paceline.runs.records import read
+from paceline.runs.run import is_finished
+from paceline.studies.compare import method, plan
+from paceline.studies.compare.method import NAMES, Method, parse, runs_of
+from paceline.studies.compare.trial import Trial
 
 pytestmark = pytest.mark.slow
 

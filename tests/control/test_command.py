@@ -12,13 +12,13 @@ import pytest
 
 from paceline.cli import main
 from paceline.control.advice import Situation, advise
-from paceline.experiments.config import ConfigError
-from paceline.experiments.steering import control_in
-from paceline.experiments.theory import controllers, convex, figures
-from paceline.experiments.theory.errata import ERRATA
-from paceline.experiments.theory.page import CHAPTERS, page
-from paceline.experiments.theory.picture import Picture
-from paceline.experiments.theory.runs import advise_on
+from paceline.runs.config import ConfigError
+from paceline.runs.steering import control_in
+from paceline.theory import controllers, convex, figures
+from paceline.theory.errata import ERRATA
+from paceline.theory.page import CHAPTERS, page
+from paceline.theory.picture import Picture
+from paceline.theory.runs import advise_on
 
 ROOT = Path(__file__).parents[2]
 COMPARISON = ROOT / "records" / "2026-11-15-compare-enwiki-h200"

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline import PACE, Control, attach
 from paceline.cli import main
-from paceline.experiments.cost.arithmetic import BLOCK, OPTIMIZERS, Kept, costs
+from paceline.cost.arithmetic import BLOCK, OPTIMIZERS, Kept, costs
 from paceline.optim import storage
 
 CONTROLS = {1: Control.paper(), 2: Control.push()}

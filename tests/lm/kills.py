@@ -25,10 +25,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from paceline.experiments import records
-from paceline.experiments.config import Run
-from paceline.experiments.run import execute
 from paceline.lm import checkpoint, files
+from paceline.runs import records
+from paceline.runs.config import Run
+from paceline.runs.run import execute
 
 
 @dataclass

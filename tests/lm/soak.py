@@ -21,9 +21,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from tiny import write_text
 
-from paceline.experiments.config import Run
-from paceline.experiments.run import Event, Saved, Started, execute
 from paceline.lm.loop import Step
+from paceline.runs.config import Run
+from paceline.runs.run import Event, Saved, Started, execute
 
 SETTLED = 1_000  # steps after which nothing may grow
 GROWTH = 5 * 2**20

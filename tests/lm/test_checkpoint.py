@@ -15,13 +15,13 @@ from test_loop import PLAN, SHAPE
 from tiny import RandomTokens
 from torch import nn
 
-from paceline.experiments import methods
-from paceline.experiments.config import Run
 from paceline.lm import checkpoint, files
 from paceline.lm.checkpoint import Damaged
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.gpt import GPT
 from paceline.lm.loop import Progress, Trainee, train
+from paceline.runs import methods
+from paceline.runs.config import Run
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from tiny import write_chats, write_model
 
-from paceline.experiments import data
-from paceline.experiments.config import ConfigError
 from paceline.lm.chat import ChatFormat
 from paceline.lm.pretrained import load_tokenizer
+from paceline.runs import data
+from paceline.runs.config import ConfigError
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ from trials import Trial, command, words_of
 
 import paceline
 from paceline.cli import main
-from paceline.experiments.config import Run
-from paceline.experiments.doctor import examine
-from paceline.experiments.terminal import printable
 from paceline.lm import checkpoint, files
 from paceline.lm.checkpoint import Damaged
 from paceline.lm.shards import open_tokens
+from paceline.runs.config import Run
+from paceline.runs.doctor import examine
+from paceline.runs.terminal import printable
 
 pytestmark = pytest.mark.slow
 

@@ -42,10 +42,10 @@ from trials import (
 
 from paceline import PACE, Control
 from paceline.cli import main
-from paceline.experiments.config import Run
-from paceline.experiments.records import read
 from paceline.lm import checkpoint
 from paceline.lm.loop import Step
+from paceline.runs.config import Run
+from paceline.runs.records import read
 
 pytestmark = pytest.mark.slow
 

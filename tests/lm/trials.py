@@ -38,11 +38,7 @@ def serve():
     from transformers.models.auto import tokenization_auto  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    import paceline.cli
-    import paceline.experiments.display
-    import paceline.experiments.returned
-    import paceline.lm.pretrained  # noqa: F401
-    from paceline.experiments import records
+    from paceline.runs import records
 
     records._commit = lambda: None  # somebody may commit while the tests run
     importlib.import_module("kills")
@@ -62,7 +58,7 @@ def _warm_up():
     """What is done at a first step only is done once, for all."""
     from tiny import write_text
 
-    from paceline.experiments.config import Run
+    from paceline.runs.config import Run
 
     with tempfile.TemporaryDirectory() as room:
         os.environ["PACELINE_CACHE"] = f"{room}/cache"
@@ -70,9 +66,7 @@ def _warm_up():
         run = Run(
             data=data, model="gpt:0.3m", tokenizer="bpe:300", length=16, batch_size=2, steps=1, dropout=0.1
         )
-        for _ in importlib.import_module("paceline.experiments.run").execute(
-            run, Path(room), lambda text: None
-        ):
+        for _ in importlib.import_module("paceline.runs.run").execute(run, Path(room), lambda text: None):
             pass
 
 
@@ -281,14 +275,14 @@ def without_lock():
     """The twin: nobody is refused."""
     from contextlib import nullcontext
 
-    from paceline.experiments import run
+    from paceline.runs import run
 
     run.locked = nullcontext
 
 
 def refuse():
     """End instead of building anything."""
-    before("paceline.experiments.build:build", EVERY, os._exit, 99)
+    before("paceline.runs.build:build", EVERY, os._exit, 99)
 
 
 def impatient(seconds):

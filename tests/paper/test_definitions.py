@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 
-from paceline.experiments.config import ConfigError, parse_spec
-from paceline.experiments.paper.cells import readings
-from paceline.experiments.paper.labels import EXPERIMENTS, cells, runs
-from paceline.experiments.paper.scales import CPU, GPU, PAPER, SCALES, located
+from paceline.paper.cells import readings
+from paceline.paper.labels import EXPERIMENTS, cells, runs
+from paceline.paper.scales import CPU, GPU, PAPER, SCALES, located
+from paceline.runs.config import ConfigError, parse_spec
 
 # --- Typed from the paper -------------------------------------------------------------------------------
 

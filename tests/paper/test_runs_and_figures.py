@@ -11,12 +11,12 @@ import pytest
 from tiny import write_chats, write_model, write_text
 
 from paceline.cli import main
-from paceline.experiments.paper import lines
-from paceline.experiments.paper.figures import figure, sheet
-from paceline.experiments.paper.labels import EXPERIMENTS, cells, experiment
-from paceline.experiments.paper.results import Book, at, differences
-from paceline.experiments.paper.scales import CPU, located
-from paceline.experiments.run import execute
+from paceline.paper.figures import figure, sheet
+from paceline.paper.labels import EXPERIMENTS, cells, experiment
+from paceline.paper.results import Book, at, differences
+from paceline.paper.scales import CPU, located
+from paceline.runs.run import execute
+from paceline.studies import lines
 
 # --- Some of the runs of every label --------------------------------------------------------------------
 

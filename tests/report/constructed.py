@@ -3,9 +3,9 @@
 import json
 from dataclasses import asdict
 
-from paceline.experiments.config import Run, as_mapping
-from paceline.experiments.naming import methods_of
-from paceline.experiments.steering import control_in
+from paceline.runs.config import Run, as_mapping
+from paceline.runs.naming import methods_of
+from paceline.runs.steering import control_in
 
 
 def write_run(

@@ -3,7 +3,7 @@
 import math
 import random
 
-from paceline.experiments.report.content import Number, Panel, Report, Series, Table
+from paceline.studies.report.content import Number, Panel, Report, Series, Table
 
 HOSTILE = "</script><script>alert(1)</script>"
 METHODS = (

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from sample import HOSTILE, METHODS, RATES, sample
 
-from paceline.experiments.report.axis import y_axis
-from paceline.experiments.report.content import Panel, Report, Series
-from paceline.experiments.report.page import page
-from paceline.experiments.report.palette import DARK_GROUND, LIGHT_GROUND, style
-from paceline.experiments.report.pictures import draw
+from paceline.studies.report.axis import y_axis
+from paceline.studies.report.content import Panel, Report, Series
+from paceline.studies.report.page import page
+from paceline.studies.report.palette import DARK_GROUND, LIGHT_GROUND, style
+from paceline.studies.report.pictures import draw
 
 VOID = {"meta", "link", "line", "br"}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

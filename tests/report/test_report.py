@@ -12,10 +12,10 @@ import pytest
 from report.constructed import write_comparison, write_run
 
 from paceline.cli import main
-from paceline.experiments.compare.comparison import report_of
-from paceline.experiments.report import files, panels
-from paceline.experiments.report.results import Outcomes, find_runs, read_run
-from paceline.experiments.report.verdict import difference
+from paceline.studies.compare.comparison import report_of
+from paceline.studies.report import files, panels
+from paceline.studies.report.results import Outcomes, find_runs, read_run
+from paceline.studies.report.verdict import difference
 
 EMA = "AdamW · long EMA"
 
@@ -340,7 +340,7 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path):
 
 @pytest.mark.slow
 def test_reading_needs_no_torch():
-    code = "import sys, paceline.experiments.report.files as f, paceline.experiments.report.tables as t"
+    code = "import sys, paceline.studies.report.files as f, paceline.studies.report.tables as t"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

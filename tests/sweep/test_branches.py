@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from paceline.experiments.config import Run
-from paceline.experiments.pool import Ended
-from paceline.experiments.run import has_checkpoint, is_finished
-from paceline.experiments.sweep import conduct
-from paceline.experiments.sweep.claims import Claims
-from paceline.experiments.sweep.conduct import Swept, cells_of, sweep
+from paceline.runs.config import Run
+from paceline.runs.run import has_checkpoint, is_finished
+from paceline.studies.pool import Ended
+from paceline.studies.sweep import conduct
+from paceline.studies.sweep.claims import Claims
+from paceline.studies.sweep.conduct import Swept, cells_of, sweep
 
 RUNS = {
     "whole": Run(steps=20, keep_steps=(8, 16)),

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.experiments import live, pool
-from paceline.experiments.config import MAY_CHANGE, NO_OTHER_RUN, ConfigError, Run, make, mark_of, name_of
-from paceline.experiments.pool import do_all
-from paceline.experiments.sweep.cells import Sweep, differing, grid_of, read, runs_of
-from paceline.experiments.sweep.divergence import Divergence
-from paceline.experiments.sweep.results import table_of
+from paceline.runs.config import MAY_CHANGE, NO_OTHER_RUN, ConfigError, Run, make, mark_of, name_of
+from paceline.studies import live, pool
+from paceline.studies.pool import do_all
+from paceline.studies.sweep.cells import Sweep, differing, grid_of, read, runs_of
+from paceline.studies.sweep.divergence import Divergence
+from paceline.studies.sweep.results import table_of
 
 # --- Combinations -------------------------------------------------------------------------------------
 

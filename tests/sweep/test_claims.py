@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from paceline.experiments.sweep.claims import Claims
+from paceline.studies.sweep.claims import Claims
 
 SECONDS = 0.8
 
@@ -77,7 +77,7 @@ def test_of_two_who_saw_it_free_one_gets_it(host):
 def test_a_dead_process_of_this_machine_is_not_waited_for(host, tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_HOST", "a")
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom paceline.experiments.sweep.claims import Claims\n"
+        "import os, sys\nfrom pathlib import Path\nfrom paceline.studies.sweep.claims import Claims\n"
         "claims = Claims(Path(sys.argv[1]), ['x'], 60)\nclaims.take('x', claims.state('x'))\n"
         "print('taken', flush=True)\nsys.stdin.read()\n"
     )

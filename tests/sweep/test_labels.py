@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_sweeps import start
 
 from paceline.cli import main
-from paceline.experiments.paper.labels import EXPERIMENTS, cells, runs
-from paceline.experiments.paper.scales import CPU, located
-from paceline.experiments.records import read
-from paceline.experiments.run import execute, is_finished
+from paceline.paper.labels import EXPERIMENTS, cells, runs
+from paceline.paper.scales import CPU, located
+from paceline.runs.records import read
+from paceline.runs.run import execute, is_finished
 
 KILLS = int(os.environ.get("PACELINE_KILLS", "1"))
 RIVER = "fig:appendix_pretrain_river"
@@ -254,7 +254,7 @@ def test_labels_share_runs_and_all_are_all(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_data_and_models_of_this_machine_are_those_of_the_runs(tmp_path, monkeypatch):
     from paceline.cli import _parse
-    from paceline.experiments.sweep.labels import labelled
+    from paceline.studies.sweep.labels import labelled
 
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt", "held.txt", "c.jsonl", "v.jsonl", "t.jsonl", "w.jsonl"):
@@ -280,7 +280,7 @@ def test_data_and_models_of_this_machine_are_those_of_the_runs(tmp_path, monkeyp
 
 def test_runs_that_go_on_from_these_in_other_labels_are_known(tmp_path, monkeypatch):
     from paceline.cli import _parse
-    from paceline.experiments.sweep.labels import labelled
+    from paceline.studies.sweep.labels import labelled
 
     wanted = labelled(_parse(["sweep", "135m_grid", "--scale", "gpu", "--out", "s"]), {})
     kept = {(name, step) for name, run in wanted.runs.items() for step in run.keep_steps}

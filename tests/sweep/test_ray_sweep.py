@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_sweeps import FOUR, content, start, words
 
 from paceline.cli import main
-from paceline.experiments.paper.lines import is_ended
-from paceline.experiments.records import read
+from paceline.runs.records import read
+from paceline.studies.lines import is_ended
 
 pytestmark = pytest.mark.long
 

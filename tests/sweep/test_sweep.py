@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_sweeps import FOUR, content, start, words
 
 from paceline.cli import main
-from paceline.experiments.config import Run, mark_of
-from paceline.experiments.records import read
-from paceline.experiments.run import DivergedError, execute, is_finished
 from paceline.lm.loop import Step
+from paceline.runs.config import Run, mark_of
+from paceline.runs.records import read
+from paceline.runs.run import DivergedError, execute, is_finished
 
 pytestmark = pytest.mark.slow
 

@@ -1,1 +1,0 @@
-"""Runs of the engine: their description, what they are built of, their records."""

@@ -1,0 +1,1 @@
+"""One run: its description, what it is built of, its records."""

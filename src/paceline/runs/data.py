@@ -1,0 +1,284 @@
+"""From the names of data to samples: prepared once, in a cache that runs share.
+
+.. code-block:: text
+
+    python, files, hf:NAME → documents ─┬→ training → train/     ┐
+                             split by text                       ├ one folder, named after its content
+                                        └→ held out → held-out/  ┘ and that of the tokenizer
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from paceline.cache import cache_folder
+from paceline.lm.chat import ChatFormat, ChatSamples, chat_rows, messages_of, prepare_chat
+from paceline.lm.documents import ROWS, TEXT, Files, Hub, cut, is_held_out, open_hub, open_source
+from paceline.lm.files import BusyError, sha256_of
+from paceline.lm.python_corpus import Corpus, python_corpus
+from paceline.lm.shards import Tokens, open_tokens, prepare
+from paceline.lm.vocabulary import Vocabulary, open_vocabulary
+from paceline.runs.config import ConfigError
+
+Tell = Callable[[str], None]
+HELD_OUT_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Text turned into tokens, in two parts, and what turned it."""
+
+    vocabulary: Vocabulary
+    training: Tokens
+    held_out: Tokens
+
+
+def prepare_text(
+    names: tuple[str, ...], held_out: tuple[str, ...], tokenizer: str | Vocabulary, usual: str, tell: Tell
+) -> Text:
+    """The tokens of these sources, prepared if need be; `usual` is what the tokenizer "auto" stands for."""
+    if _is_prepared(names):
+        folder = Path(names[0]).expanduser()
+        vocabulary = open_vocabulary(folder / "tokenizer")
+        if isinstance(tokenizer, Vocabulary) and tokenizer.fingerprint != vocabulary.fingerprint:
+            raise ConfigError(f"{names[0]} was prepared with another tokenizer than the model's")
+        if isinstance(tokenizer, str) and tokenizer != "auto":
+            raise ConfigError(f"{names[0]} is prepared with a tokenizer already; leave out tokenizer")
+        if not held_out:
+            return open_prepared(folder)
+        training = _part(folder, "train", vocabulary)
+    else:
+        sources, part = [_Source(name) for name in names], "all" if held_out else "train"
+        vocabulary = _vocabulary(usual if tokenizer == "auto" else tokenizer, sources, part, tell)
+        training = _tokens(sources, part, vocabulary, tell)
+        if not held_out:
+            return Text(
+                vocabulary=vocabulary,
+                training=training,
+                held_out=_tokens(sources, "held-out", vocabulary, tell),
+            )
+    others = [_Source(name) for name in held_out]
+    return Text(vocabulary=vocabulary, training=training, held_out=_tokens(others, "all", vocabulary, tell))
+
+
+def prepare_folder(names: list[str], tokenizer: str, folder: Path, tell: Tell) -> Text:
+    """The same in a folder of the user's choice, which `data` accepts from then on."""
+    sources, kept = [_Source(name) for name in names], folder / "tokenizer"
+    vocabulary = _vocabulary(tokenizer, sources, "train", tell)
+    if not (kept / "tokenizer_config.json").exists():
+        vocabulary.save(kept)
+    elif open_vocabulary(kept).fingerprint != vocabulary.fingerprint:
+        raise ConfigError(
+            f"{folder} holds tokens of another tokenizer than {tokenizer}; choose another folder"
+        )
+    for part in ("held-out", "train"):
+        _tokens(sources, part, vocabulary, tell, folder / part)
+    return open_prepared(folder)
+
+
+def _is_prepared(names: tuple[str, ...]) -> bool:
+    return len(names) == 1 and (Path(names[0]).expanduser() / "train" / "manifest.json").exists()
+
+
+def open_prepared(folder: Path) -> Text:
+    """What `prepare_folder` wrote."""
+    vocabulary = open_vocabulary(folder / "tokenizer")
+    training, held_out = (_part(folder, part, vocabulary) for part in ("train", "held-out"))
+    return Text(vocabulary=vocabulary, training=training, held_out=held_out)
+
+
+def _part(folder: Path, part: str, vocabulary: Vocabulary) -> Tokens:
+    tokens = open_tokens(folder / part)
+    if tokens.tokenizer != vocabulary.fingerprint:
+        raise ConfigError(f"{tokens.folder} was made with another tokenizer than the one in {folder}")
+    return tokens
+
+
+def _vocabulary(tokenizer: str | Vocabulary, sources: "list[_Source]", part: str, tell: Tell) -> Vocabulary:
+    if isinstance(tokenizer, Vocabulary):
+        return tokenizer
+    if not tokenizer.startswith("bpe:"):
+        return open_vocabulary(tokenizer)
+    kept = cache_folder() / "tokenizers" / _key(tokenizer, part, *_descriptions(sources))
+    if not (kept / "tokenizer_config.json").exists():  # written last
+        tell(f"training a vocabulary, {tokenizer}")
+        open_vocabulary(tokenizer, _documents(sources, part)).save(kept)
+    return open_vocabulary(kept)
+
+
+def _tokens(
+    sources: "list[_Source]", part: str, vocabulary: Vocabulary, tell: Tell, folder: Path | None = None
+) -> Tokens:
+    """Interrupted, it goes on when called again."""
+    about = {"sources": _descriptions(sources), "part": part}
+    if folder is None:
+        folder = cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *about["sources"])
+        if (folder / "manifest.json").exists():
+            return open_tokens(folder)
+    progress, waiting = _Progress(f"tokenizing ({part})", tell), False
+    while True:
+        try:
+            return prepare(_some(sources, part), vocabulary, folder, source=about, progress=progress)
+        except BusyError:
+            if not waiting:
+                tell("another process prepares the same data; waiting for it")
+            waiting = True
+            time.sleep(1)
+
+
+def _descriptions(sources: "list[_Source]") -> list[dict[str, Any]]:
+    return [source.description for source in sources]
+
+
+def _key(*content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class _Source:
+    """Documents by the name of where they come from."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._source: Corpus | Any = python_corpus() if name == "python" else open_source(name)
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        described: dict[str, Any] = self._source.describe()
+        return described
+
+    def documents(self, part: str) -> Iterator[str]:
+        """Those of one part: train, held-out, all."""
+        source = self._source
+        if isinstance(source, Corpus):
+            yield from source.held_out if part != "train" else ()
+            yield from source.training if part != "held-out" else ()
+            return
+        size = _part_size(source)
+        for document in source.documents():
+            for piece in cut(document, size) if size else (document,):
+                if part == "all" or is_held_out(piece, HELD_OUT_SHARE) == (part == "held-out"):
+                    yield piece
+
+
+def _part_size(source: Any) -> int | None:
+    """Characters of the parts that a plain text is split in: without documents, some must be held out."""
+    if isinstance(source, Files) and all(path.name.lower().endswith(TEXT) for path in source.files):
+        return max(200, min(10_000, sum(path.stat().st_size for path in source.files) // 100))
+    return None
+
+
+def _documents(sources: list[_Source], part: str) -> Iterator[str]:
+    for source in sources:
+        yield from source.documents(part)
+
+
+def _some(sources: list[_Source], part: str) -> Iterator[str]:
+    documents = _documents(sources, part)
+    first = next(documents, None)
+    if first is None:
+        raise ConfigError(
+            f"too few documents: by chance none is in the {part} part; give other held_out data"
+        )
+    yield first
+    yield from documents
+
+
+# --- Conversations ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chats:
+    """Packed conversations, in two parts."""
+
+    tokenizer: str
+    """The fingerprint of how they are written."""
+    training: ChatSamples
+    held_out: ChatSamples
+
+
+def check_chat_files(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a name that is no file of conversations, before a model is loaded."""
+    for name in names:
+        if name.startswith("hf:"):
+            continue  # its rows are looked at when they come
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(
+                f"there is no file {path}; conversations come from files of JSON lines, or from hf:NAME"
+            )
+        if not path.name.lower().endswith(ROWS):
+            raise ConfigError(f"{path} cannot hold conversations; allowed: {', '.join(ROWS)}")
+        where, row = next(chat_rows(path), (str(path), None))
+        if row is None:
+            raise ConfigError(f"{path} is empty")
+        messages_of(row, where)
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def read_template(name: str | None) -> str | None:
+    """The chat template of that name, or in a file."""
+    if name is None or name == "chatml":
+        return name and CHATML
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the chat template {name}: {error}") from None
+
+
+def prepare_chats(
+    names: tuple[str, ...], held_out: tuple[str, ...], tokenizer: Any, length: int, tell: Tell
+) -> Chats:
+    """Conversations written out as the tokenizer's model was trained on, and packed, if need be."""
+    form = ChatFormat(tokenizer)
+    both = (names, "all"), (held_out, "all")
+    parts = both if held_out else ((names, "train"), (names, "held-out"))
+    training, others = (_chats(files, part, form, length, tell) for files, part in parts)
+    return Chats(tokenizer=form.fingerprint, training=training, held_out=others)
+
+
+def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:
+    sources = [
+        open_hub(name, field="messages") if name.startswith("hf:") else Path(name).expanduser()
+        for name in names
+    ]
+    described = [sha256_of(source) if isinstance(source, Path) else source.describe() for source in sources]
+    about = {"files": described, "part": part}
+    folder = cache_folder() / "chats" / _key(form.fingerprint, length, about)
+    progress = _Progress(f"rendering conversations ({part})", tell)
+    return prepare_chat(
+        _chat_rows(sources, part), form, folder, source=about, length=length, progress=progress
+    )
+
+
+def _chat_rows(sources: list[Path | Hub], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Split by what is asked first: one question never occurs in both parts."""
+    each = (chat_rows(source) if isinstance(source, Path) else source.rows() for source in sources)
+    for where, row in chain.from_iterable(each):
+        if part != "all":
+            asked = next((m["content"] for m in messages_of(row, where) if m["role"] == "user"), "")
+            if is_held_out(asked, HELD_OUT_SHARE) != (part == "held-out"):
+                continue
+        yield where, row
+
+
+class _Progress:
+    """Says how far it is every few seconds."""
+
+    def __init__(self, what: str, tell: Tell) -> None:
+        self._what, self._tell, self._spoke = what, tell, time.monotonic()
+
+    def __call__(self, documents: int, tokens: int) -> None:
+        if time.monotonic() - self._spoke > 5:
+            self._spoke = time.monotonic()
+            self._tell(f"{self._what}: {documents:,} documents, {tokens:,} tokens")

@@ -1,0 +1,468 @@
+"""One run in its folder: built, resumed, trained, saved; it goes on where it was, whatever happened.
+
+.. code-block:: text
+
+    RUN/records.jsonl     what was computed             RUN/checkpoints/step-00000100/
+    RUN/timing.jsonl      when, and how fast            RUN/lock
+"""
+
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from paceline.lm import checkpoint
+from paceline.lm.evaluate import NotFiniteError
+from paceline.lm.files import locked, new_folder, remove_temporary
+from paceline.lm.loop import Evaluation, Progress, Step, train
+from paceline.lm.parallel import Ranks, joined
+from paceline.lm.throughput import operations_per_token, peak_of
+from paceline.optim import pull_statistics
+from paceline.runs import build, records
+from paceline.runs.config import MAY_CHANGE, ConfigError, Run, as_mapping, make
+from paceline.runs.methods import memory_of
+from paceline.runs.naming import methods_of
+from paceline.runs.steering import control_in
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """The run is built and begins at that step."""
+
+    step: int
+    steps: int
+    parameters: int
+    tokens_per_step: int
+    views: tuple[str, ...]
+    returned: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """Something the user should hear."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    folder: Path
+    seconds: float
+
+
+Event = Started | Notice | Step | Evaluation | Saved
+
+
+class Interrupted(RuntimeError):
+    """A run, or many, were asked to stop by a signal; all is saved and goes on when started again."""
+
+    def __init__(self, number: int, step: int | None) -> None:
+        where = "" if step is None else f" after step {step}"
+        super().__init__(f"stopped by {signal.Signals(number).name}{where}, and saved")
+        self.number = number
+
+
+class DivergedError(RuntimeError):
+    """A run was ended because its loss showed that nothing would come of it."""
+
+
+class Watch(Protocol):
+    """Looks at the loss of every step from the first one, and says why a run should end."""
+
+    def take(self, step: int, steps: int, loss: float | None) -> str | None: ...
+
+
+def execute(
+    run: Run, folder: Path, tell: Callable[[str], None], watch: Watch | None = None
+) -> Iterator[Event]:
+    """Do a run, or the rest of it, and yield what happens. Everything is written to its folder.
+
+    `tell` hears of long preparations while they go on; `watch` may end it as diverged. Of several ranks each
+    does this, and the first alone writes.
+    """
+    with ExitStack() as stack:
+        ranks = stack.enter_context(_joined(run))
+        ranks.of_first(lambda: stack.enter_context(locked(folder)))
+        found, problems = ranks.of_first(lambda: _look(folder, run))
+        for problem in problems:
+            yield Notice(text=f"{problem}; going on from an earlier one")
+        running = _Running(run, folder, build.build(run, tell, ranks), watch)
+        try:
+            running.begin(found)
+            yield running.started()
+            yield from running.go_on()
+        finally:
+            running.close()
+
+
+@contextmanager
+def _joined(run: Run) -> Iterator[Ranks]:
+    with ExitStack() as stack:
+        try:
+            ranks = stack.enter_context(joined(how=run.parallel, shards=run.shards, device=run.device))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        yield ranks
+
+
+def _look(folder: Path, run: Run) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, if there is any, and what is wrong with newer ones."""
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+    for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
+        remove_temporary(place)
+    found, problems = checkpoint.newest(checkpoints)
+    if found is not None:
+        refuse_changes(checkpoint.load_facts(found)["config"], run)
+    elif problems:
+        raise ValueError(f"{problems[0]}; there is no other to go on from (to begin anew, move it away)")
+    return found, problems
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run has nothing left to do: it came to its end, or diverged."""
+    return end_of(folder) is not None
+
+
+def end_of(folder: Path) -> dict[str, Any] | None:
+    """When and how a run ended, finished or diverged; None: it has something left to do."""
+    timing = folder / "timing.jsonl"
+    lines = list(records.read(timing)) if timing.exists() else []
+    return lines[-1] if lines and lines[-1]["kind"] == "end" else None
+
+
+def has_checkpoint(folder: Path, step: int) -> bool:
+    """Whether a run has a checkpoint of that step."""
+    return step in dict(checkpoint.all_of(folder / "checkpoints"))
+
+
+def drop_checkpoints(folder: Path, but: Collection[int] = ()) -> None:
+    """Remove the models of a run, but for those of some steps; its records stay."""
+    checkpoints = folder / "checkpoints"
+    if not but:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return
+    with suppress(OSError):  # another machine removes the same
+        remove_temporary(checkpoints)
+        checkpoint.keep_only(checkpoints, but)
+
+
+def refuse_changes(before: dict[str, Any], run: Run) -> None:
+    """Raise ConfigError if a run that goes on would not be the one that was begun."""
+    now = as_mapping(run)
+    # A run without a planned end may be made longer: nothing of what was done depends on it.
+    may = MAY_CHANGE | (
+        {"steps", "tokens", "epochs"} if now["schedule"].startswith(("const", "inv")) else set()
+    )
+    changed = [
+        f"{name}: {before.get(name)!r} → {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if name not in may and before.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"this folder holds a run with other settings ({'; '.join(changed)}); "
+            "give those again to go on, choose another folder, or begin a new run with --fork"
+        )
+
+
+def refuse_other_data(before: dict[str, Any], job: build.Job) -> None:
+    """Raise ConfigError if the data are not those that a run was begun with."""
+    for name in ("fingerprint", "held_out_fingerprint"):
+        was, now = before["data"][name], job.facts["data"][name]
+        if was != now:
+            raise ConfigError(
+                f"the data have changed since this run was begun ({name}: {was[:12]}… → {now[:12]}…); "
+                "give it those that it had, or begin another run"
+            )
+
+
+_WORST: dict[str, Any] = {"loss": math.inf}
+
+
+def _refuse_lost_checkpoints(folder: Path) -> None:
+    """Raise ConfigError where a run was that has lost its checkpoints: it would be overwritten."""
+    path = folder / "timing.jsonl"
+    if path.exists() and any(line["kind"] == "save" for line in records.read(path)):
+        raise ConfigError(
+            f"{folder} holds the records of a run without its checkpoints; they would be overwritten: "
+            "choose another folder, or move it away"
+        )
+
+
+class _Running:
+    """The moving parts of one run."""
+
+    def __init__(self, run: Run, folder: Path, job: build.Job, watch: Watch | None) -> None:
+        self.run, self.folder, self.job, self.watch = run, folder, job, watch
+        self.progress = Progress()
+        self.best: dict[str, Any] | None = None  # step and loss of the best checkpoint, by what is returned
+        self.latest: dict[str, Any] | None = None  # the same of the latest evaluation
+        trainee = job.trainee
+        self.ranks = trainee.ranks
+        peak = peak_of(trainee.device)
+        self.clock = _Clock(
+            tokens=job.plan.batch_size * trainee.samples.length,
+            operations=operations_per_token(trainee.model, trainee.samples.length),
+            peak=None if peak is None else peak * self.ranks.size,
+        )
+        self.saved_at: tuple[int, bool] | None = None  # the progress that is on the disk
+        self.records: records.Writer | records.Nowhere = records.Nowhere()
+        self.timing: records.Writer | records.Nowhere = records.Nowhere()
+
+    # --- Beginning ---
+
+    def begin(self, found: Path | None) -> None:
+        """From a checkpoint, from that of another run, or from new weights."""
+        trainee, keep = self.job.trainee, 0
+        if found is not None:
+            saved = checkpoint.read(found, checkpoint.named_tensors(trainee.model))
+            facts = saved["facts"]
+            refuse_other_data(facts, self.job)
+            checkpoint.restore(trainee.model, trainee.optimizer, saved)
+            trainee.scheduler.load_state_dict(facts["schedule"])
+            checkpoint.restore_random(saved)
+            self.progress = Progress(**facts["progress"])
+            if (step := self.progress.step) > (last := self.job.plan.steps):
+                raise ConfigError(f"this run is at step {step} already; it cannot end at step {last}")
+            self.best, keep = facts["best"], facts["records"]
+            self.saved_at = self.progress.step, self.progress.evaluated
+        else:
+            self.ranks.of_first(lambda: _refuse_lost_checkpoints(self.folder))
+            if self.run.fork is not None:
+                self.progress.step = build.fork(self.job, self.run.fork, self.folder)
+        self.ranks.of_first(lambda: self._open(keep, anew=found is None))
+
+    def _open(self, keep: int, *, anew: bool) -> None:
+        """Open the records, of which the first `keep` bytes are right."""
+        if not (tokenizer := self.folder / "tokenizer").exists():
+            with new_folder(tokenizer) as made:
+                self.job.save_tokenizer(made)
+        self.records = records.Writer(self.folder / "records.jsonl", keep)
+        if self.watch is not None:  # it has to know what it would, had the run never stopped
+            for line in records.read(self.folder / "records.jsonl"):
+                if line["kind"] == "step":
+                    self.watch.take(line["step"], self.job.plan.steps, line["loss"])
+        timing = self.folder / "timing.jsonl"
+        self.timing = records.Writer(timing, records.whole_lines(timing))
+        about = {"time": time.time(), "step": self.progress.step, **records.environment()}
+        self.timing.write("begin", about if self.ranks.size == 1 else {**about, "ranks": self.ranks.size})
+        if anew:
+            control = control_in(self.run.optimizer)
+            about = {
+                "config": as_mapping(self.run),
+                "methods": methods_of(self.run, self.job.trainee.views.keys()),
+                "returned": self.job.returned,
+                "control": None if control is None else asdict(control),
+                "environment": records.environment(),
+                **self.job.facts,
+            }
+            self.records.write("run", about)
+            self.records.flush()
+
+    def started(self) -> Started:
+        plan, model = self.job.plan, self.job.trainee.model
+        return Started(
+            step=self.progress.step,
+            steps=plan.steps,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            tokens_per_step=plan.batch_size * self.job.trainee.samples.length,
+            views=tuple(self.job.trainee.views),
+            returned=self.job.returned,
+        )
+
+    # --- Going on ---
+
+    def go_on(self) -> Iterator[Event]:
+        plan, progress = self.job.plan, self.progress
+        every = self.run.checkpoint_every or plan.evaluate_every
+        yield from self._prune()  # of a run that was killed after its last checkpoint
+        with interrupts() as asked, self._divergence_noted():
+            began = time.perf_counter()
+            for record in train(self.job.trainee, plan, progress, lambda: asked() != 0):
+                if isinstance(record, Step):
+                    self.clock.add(time.perf_counter() - began)
+                self._write(record)
+                if isinstance(record, Step):
+                    self._look_at(record)
+                yield record
+                wanted = progress.step % every == 0 or progress.step in self.run.keep_steps
+                if progress.evaluated and wanted:
+                    yield from self._save()
+                began = time.perf_counter()
+            number = max(self.ranks.together(asked))
+            if number or progress.step == plan.steps:
+                yield from self._save()
+            # Whoever leaves first has all others signalled by torchrun: they leave together.
+            self.ranks.together(lambda: None)
+        if number:
+            raise Interrupted(number, progress.step)
+        own, beside = memory_of(self.run, self.job.trainee.optimizer)
+        self._end("finished", optimizer_bytes=own, average_bytes=beside)
+
+    @contextmanager
+    def _divergence_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except (NotFiniteError, DivergedError) as error:
+            self._end("diverged", text=str(error))
+            raise
+
+    def _look_at(self, record: Step) -> None:
+        """Raise DivergedError if the watch says so: before a save, so that after a kill it says so again."""
+        loss = record.loss if math.isfinite(record.loss) else None
+        why = self.watch and self.watch.take(record.step, self.job.plan.steps, loss)
+        if why:
+            raise DivergedError(why)
+
+    def _end(self, outcome: str, **facts: Any) -> None:
+        """The last line of a run that has nothing left to do."""
+        about = {"time": time.time(), "step": self.progress.step, "outcome": outcome, **facts}
+        self.timing.write("end", about)
+
+    def _write(self, record: Step | Evaluation) -> None:
+        self.records.write(type(record).__name__.lower(), asdict(record))
+        if isinstance(record, Evaluation):
+            loss = next(iter(record.losses.values()))[self.job.returned]
+            self.latest = {"step": record.step, "loss": loss} if math.isfinite(loss) else None
+            self.timing.write("speed", {"time": time.time(), "step": record.step, **self.clock.speed()})
+            self.records.flush()
+            self.timing.flush()
+        elif self.run.telemetry_every and record.step % self.run.telemetry_every == 0 and not record.skipped:
+            figures = pull_statistics(self.job.trainee.optimizer)
+            self.records.write("telemetry", {"step": record.step, **figures})
+
+    def _save(self) -> Iterator[Event]:
+        """Write a checkpoint, unless there is one already; a disk that fails once may work again."""
+        progress, job = self.progress, self.job
+        if self.saved_at == (progress.step, progress.evaluated):
+            return
+        began = time.monotonic()
+        latest = self.latest  # only what is saved can be the best that is kept
+        if latest and latest["step"] == progress.step and latest["loss"] < (self.best or _WORST)["loss"]:
+            self.best = latest
+        facts = {
+            "config": as_mapping(self.run),
+            "progress": asdict(progress),
+            "schedule": job.trainee.scheduler.state_dict(),
+            "best": self.best,
+            "returned": job.returned,
+            **job.facts,
+        }
+        state = checkpoint.collect(job.trainee.model, job.trainee.optimizer, self.ranks)
+        for last in (False, False, True):
+            try:
+                facts["records"] = self.ranks.of_first(self.records.position)
+                path = checkpoint.save(self.folder / "checkpoints", progress.step, state, facts, self.ranks)
+                break
+            except OSError as error:
+                if last:
+                    raise
+                yield Notice(text=f"could not save: {error}; trying again")
+                time.sleep(1)
+        self.saved_at = progress.step, progress.evaluated
+        yield from self._prune()
+        seconds = time.monotonic() - began
+        self.timing.write("save", {"time": time.time(), "step": progress.step, "seconds": seconds})
+        yield Saved(step=progress.step, folder=path, seconds=seconds)
+
+    def _prune(self) -> Iterator[Event]:
+        best = self.best["step"] if self.best else None
+        prune = partial(
+            checkpoint.prune,
+            self.folder / "checkpoints",
+            up_to=self.progress.step,
+            keep=self.run.keep,
+            best=best,
+            others=self.run.keep_steps,
+        )
+        try:
+            self.ranks.of_first(prune)
+        except OSError as error:
+            yield Notice(text=f"could not remove an old checkpoint: {error}")
+
+    def close(self) -> None:
+        """Write what is known, and end."""
+        for writer in (self.records, self.timing):
+            writer.close()
+
+
+class _Clock:
+    """How fast the steps since the last look were."""
+
+    def __init__(self, *, tokens: int, operations: float, peak: float | None) -> None:
+        self._tokens, self._operations, self._peak = tokens, operations, peak
+        self._seconds: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """One more step."""
+        self._seconds.append(seconds)
+
+    def speed(self) -> dict[str, float | None]:
+        """Tokens a second, and the share of the GPU's peak (MFU) where that is known."""
+        seconds, self._seconds = self._seconds, []
+        if not seconds:
+            return {"tokens_per_second": None, "mfu": None}
+        rate = self._tokens * len(seconds) / sum(seconds)
+        return {
+            "tokens_per_second": round(rate, 1),
+            "mfu": round(rate * self._operations / self._peak, 4) if self._peak else None,
+        }
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], int]]:
+    """Signals that ask a run to stop set a number, to be looked at; a second one ends the process at once.
+
+    Those that come together are one: the command `timeout` sends its signal twice.
+    """
+    asked, since = 0, 0.0
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked, since
+        if asked and time.monotonic() - since > 0.5:
+            os._exit(128 + number)
+        if not asked:
+            asked, since = number, time.monotonic()
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, ask) for number in numbers]
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def restored(run_folder: Path, step: int | None = None) -> tuple[build.Job, dict[str, Any]]:
+    """A run built anew, with the weights and averages of a checkpoint: the newest, or that of a step."""
+    folder = checkpoint_of(run_folder, step)
+    saved = checkpoint.load(folder)
+    job = build.build(make(saved["facts"]["config"]), lambda text: None)
+    checkpoint.restore(job.trainee.model, job.trainee.optimizer, saved)
+    return job, saved["facts"]
+
+
+def checkpoint_of(run_folder: Path, step: int | None = None) -> Path:
+    """The folder of a checkpoint of a run, or that folder itself."""
+    if (run_folder / "manifest.json").exists():
+        if step is not None:
+            raise ConfigError(f"{run_folder} is one checkpoint; step goes with the folder of a run")
+        return run_folder
+    found = dict(checkpoint.all_of(run_folder / "checkpoints"))
+    if not found:
+        raise ConfigError(f"{run_folder} holds no checkpoint")
+    if step is not None and step not in found:
+        raise ConfigError(f"{run_folder} has no checkpoint of step {step}; there are: {sorted(found)}")
+    return found[max(found) if step is None else step]

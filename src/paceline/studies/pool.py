@@ -1,0 +1,229 @@
+"""Runs in processes of their own, several at once. They end with the one that started them.
+
+.. code-block:: text
+
+    parent ── run, folder ──→ child: execute(run, folder)
+           ←── events ───────        ends at once if the parent is gone, and saves first if it is asked to
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.lm.evaluate import NotFiniteError
+from paceline.lm.files import BusyError
+from paceline.lm.loop import Step
+from paceline.lm.memory import explain_memory
+from paceline.runs.config import ConfigError, Run
+from paceline.runs.run import (
+    DivergedError,
+    Event,
+    Interrupted,
+    Notice,
+    Watch,
+    execute,
+    interrupts,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One run of many, and where it is."""
+
+    run: Run
+    folder: Path
+    watch: Watch | None = None
+    """As in `execute`, as it is before the first step."""
+    may_go_on: Callable[[], bool] | None = None
+    """Asked now and then; False: the folder is somebody else's, and nothing more is written to it."""
+
+    @property
+    def after(self) -> tuple[Path, int] | None:
+        """The folder of the run beside it that it goes on from, and after which step; None: there is none."""
+        if self.run.after is None:
+            return None
+        name, step = self.run.after
+        return (self.folder.with_name(name), step) if Path(name).name == name else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A process has come to its end."""
+
+    how: Literal["finished", "diverged", "failed", "refused", "stopped"]
+    text: str = ""
+    result: Any = None
+
+
+Target = Callable[[Any, Callable[[object], None]], Any]
+Told = tuple[Cell, Event | Ended] | None
+
+
+def run_all(
+    cells: Iterable[Cell | None], jobs: int, threads: int, gpus: Sequence[str] = ()
+) -> Iterator[Told]:
+    """Do runs, so many at once, and yield what happens to which; None now and then when nothing does.
+
+    A signal stops all of them; they are saved, and Interrupted is raised.
+    """
+    return do_all(_train, cells, jobs, threads, gpus)
+
+
+def do_all(
+    target: Target, orders: Iterable[Any], jobs: int, threads: int, gpus: Sequence[str] = ()
+) -> Iterator[tuple[Any, Any] | None]:
+    """Call `target` with each order, in processes; what they send, with the order.
+
+    Orders are taken when there is room; one that is None says that there is none now, but may be later. Each
+    process sees one of the `gpus`, as CUDA_VISIBLE_DEVICES names them, by turns; without any, what this one
+    sees.
+    """
+    # A server that has imported everything forks in no time; where there is none, each child imports anew.
+    context: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+    if context.get_start_method() == "forkserver":
+        # The second is imported by the first optimizer of every process, and takes seconds.
+        context.set_forkserver_preload([__name__, "torch._dynamo"])
+    waiting, more = iter(orders), True
+    at_work = dict[Connection, tuple[Any, BaseProcess, int]]()
+    told_to_stop = False
+    try:
+        with interrupts() as asked:
+            while at_work or (more and not asked()):
+                if asked() and not told_to_stop:
+                    told_to_stop = True
+                    for _, process, _ in at_work.values():
+                        _signal(process, signal.SIGTERM)
+                while more and len(at_work) < jobs and not asked():
+                    try:
+                        order = next(waiting)
+                    except StopIteration:
+                        more = False
+                        break
+                    if order is None:
+                        break
+                    place = min(set(range(jobs)) - {place for _, _, place in at_work.values()})
+                    gpu = gpus[place % len(gpus)] if gpus else None
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=_work, args=(target, order, threads, gpu, theirs))
+                    process.start()
+                    theirs.close()
+                    at_work[ours] = order, process, place
+                ready = connection.wait(list(at_work), timeout=0.25)
+                for ours in ready:
+                    assert isinstance(ours, Connection)
+                    order, process, _ = at_work[ours]
+                    message = _receive(ours, process)
+                    if isinstance(message, Ended):
+                        if asked() and message.how == "failed":  # it had not come to where it listens
+                            message = Ended(how="stopped")
+                        process.join()
+                        ours.close()
+                        del at_work[ours]
+                    yield order, message
+                if not ready:
+                    yield None
+        if asked():
+            raise Interrupted(asked(), None)
+    finally:
+        for ours, (_, process, _) in at_work.items():
+            ours.close()  # which ends it
+            process.join()
+
+
+def _receive(ours: Connection, process: BaseProcess) -> object:
+    try:
+        return ours.recv()
+    except (EOFError, OSError):
+        process.join()
+        code = process.exitcode or 0
+        why = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        hint = (
+            ": memory may be full; fewer runs at once (--jobs) need less" if code == -signal.SIGKILL else ""
+        )
+        return Ended(how="failed", text=f"its process ended {why}{hint}")
+
+
+def _signal(process: BaseProcess, number: int) -> None:
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, number)
+
+
+# --- In the child -------------------------------------------------------------------------------------
+
+
+def _work(target: Target, order: Any, threads: int, gpu: str | None, theirs: Connection) -> None:
+    # The terminal interrupts all; until a run listens for it, what ends this is the parent's own signal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is used for the first time
+    import torch
+
+    os.environ["TQDM_DISABLE"] = "1"  # bars of libraries would run through the table of the parent
+    threading.Thread(target=_end_with_parent, args=(theirs,), daemon=True).start()
+    torch.set_num_threads(threads)
+    sys.stdin = open(os.devnull)  # noqa: SIM115, PTH123
+    lock = threading.Lock()
+
+    def send(message: object) -> None:
+        try:
+            with lock:
+                theirs.send(message)
+        except OSError:
+            os._exit(1)  # nobody listens any more; what was done is on the disk
+
+    send(_ended(target, order, send))
+
+
+def _ended(target: Target, order: Any, send: Callable[[object], None]) -> Ended:
+    try:
+        return Ended(how="finished", result=target(order, send))
+    except (NotFiniteError, DivergedError) as error:
+        return Ended(how="diverged", text=str(error))
+    except (Interrupted, KeyboardInterrupt) as error:
+        return Ended(how="stopped", text=str(error))
+    except ConfigError as error:
+        return Ended(how="refused", text=str(error))
+    except Exception as error:  # whatever it is, the other runs go on, and the user hears of it
+        text = explain_memory(error) or " ".join(str(error).split()) or type(error).__name__
+        return Ended(how="failed", text=text)
+
+
+def _end_with_parent(theirs: Connection) -> None:
+    """Wait for the end of the parent. A run is safe to be ended anywhere."""
+    with suppress(OSError):
+        theirs.poll(None)
+    os._exit(1)
+
+
+def _train(cell: Cell, send: Callable[[object], None]) -> None:
+    for _ in range(100):  # the process of a parent that was killed may need a moment to end
+        try:
+            _send_events(cell, send)
+            return
+        except BusyError as error:
+            busy = error
+            time.sleep(0.2)
+    raise busy
+
+
+def _send_events(cell: Cell, send: Callable[[object], None]) -> None:
+    spoke = asked = 0.0
+    for event in execute(cell.run, cell.folder, lambda text: send(Notice(text=text)), cell.watch):
+        now = time.monotonic()
+        if cell.may_go_on is not None and now - asked > 1:
+            asked = now
+            if not cell.may_go_on():
+                os._exit(1)  # without writing what is not written yet
+        if not isinstance(event, Step) or now - spoke > 0.25:
+            spoke = now
+            send(event)

@@ -1,0 +1,144 @@
+"""One page from the control problem to PACE: text, pictures, and what is wrong in print."""
+
+import base64
+import html
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.theory.errata import ERRATA
+from paceline.theory.picture import Picture
+
+
+class Chapter(NamedTuple):
+    """A step of the way."""
+
+    title: str
+    text: str
+    pictures: tuple[str, ...]
+    errata: str
+    """Numbers of those that belong here."""
+
+
+CHAPTERS = (
+    Chapter(
+        "The question as a control problem",
+        """Near an optimum μ, training is modelled as dθ = [A(μ − θ) + u] dt + √Σ dW, and the mean of θ
+        over the run is returned. Which control u makes that mean best, if control costs λ∫|u|²? The
+        answer pulls the weights toward the optimum, and makes up for what the mean has missed so far.
+        If the optimum is unknown, the best control is the same with the posterior mean in its place
+        (certainty equivalence). The practical form, which takes the mean of the weights for it, makes
+        the error larger, not smaller, in the very model that it is derived from: the flat mean is
+        already close to the best estimate that the path allows.""",
+        ("controllers",),
+        "E1 E2 E3 E11 E12",
+    ),
+    Chapter(
+        "The best gain, and the one that became PACE",
+        """The exact gain k_x = h²/(λT² + g), with h = ∫ e^(−αs) ds and g = ∫ h² ds over the time to go τ =
+        T − t, grows until shortly before the end if control is cheap. Far from the end and for αT ≫ 3/2
+        it is 1/(T(1 + λα²T)), a constant: that is the practical gain.""",
+        ("gains", "practical"),
+        "E5 E6 E7 E7b E8 E9 E10 E24 E25",
+    ),
+    Chapter(
+        "In steps: θ' = θ − ηg + c(E − θ)",
+        """The practical control in discrete time, with an exponential average E in place of the mean. On a
+        quadratic E is an autoregressive process of order 2, so its final error is known exactly:
+        βη²σ²N/(a(2 − N)(2N − aβ)) with N = 1 + (1 − β)(1 − a − c). The pull lowers it, for every c up
+        to the best one, which is 1 or more whenever a ≤ 3/4. The other readings of Algorithm 1 differ
+        little, but for “post”, which freezes at c = 1.""",
+        ("limits",),
+        "E4 E17 E18 E19 E21",
+    ),
+    Chapter(
+        "The catch",
+        """The pull shrinks the learning rate that slow changes see, by β/(β + (1 − β)c). Among all
+        settings that forget at the same speed, the best has no pull. So the pull does not lower what
+        can be reached; it moves the learning rate at which it is reached: by a factor 1 + R, to the
+        right. A push moves it to the left. If η* is the best learning rate, R* = η/η* − 1 is the
+        strength that makes of η the best one. The balance of the next gradient and the gap, which says
+        whether the next loss would fall with a stronger pull, changes its sign near η* on this
+        quadratic. In the networks of our study it did not: it was positive at every rate.""",
+        ("equal-speed", "basin", "right-ratio"),
+        "",
+    ),
+    Chapter(
+        "Beyond quadratics",
+        """For every convex loss the flat mean of the live weights is guaranteed to get within a factor of
+        SGD's bound. On real data, where curvature changes along the way, a pull moves the basin too,
+        and makes it a little shallower.""",
+        ("bounds", "logistic"),
+        "E13 E14 E15 E16 E26 E27",
+    ),
+    Chapter(
+        "PACE",
+        """What is left to make of it an optimizer for networks: the curvature of a coordinate is taken to
+        be √v̂ + ε of AdamW, the step is AdamW's, the average a power law, β = (1 + t)^−κ, and the gain
+        is at most 1: gain = min(β · ηc/(√v̂ + ε), 1); θ' = AdamW(θ) + gain · (E − θ); E' = (1 − β)E +
+        βθ'. The strength R = ηc/√v̂ has the units of a learning rate times curvature over gradient, and
+        so changes with the scale of the loss.""",
+        (),
+        "E20 E22 E23 E28 E29",
+    ),
+)
+
+_STYLE = """
+body{font:16px/1.55 system-ui,sans-serif;color:#1c1e21;background:#fdfdfb;max-width:62rem;
+margin:2rem auto;padding:0 1.2rem}h1{font-size:1.7rem}h2{font-size:1.2rem;margin-top:2.4rem}
+img{max-width:100%;height:auto}.many img{max-width:none;width:max(100%,60rem)}
+figure{margin:1.2rem 0}figcaption{color:#5c6067;font-size:.9rem}
+table{border-collapse:collapse;font-size:.87rem}
+td,th{padding:.22rem .9rem .22rem 0;text-align:left;vertical-align:top;border-bottom:1px solid #ebebe7}
+.n td,.n th{text-align:right;font-variant-numeric:tabular-nums}
+.n td:first-child,.n th:first-child{text-align:left}.wide{overflow-x:auto}
+.errata td{overflow-wrap:anywhere}
+@media(max-width:600px){.errata tr,.errata td{display:block;border:0;padding:0}.errata th{display:none}
+.errata tr{border-bottom:1px solid #ebebe7;padding:.4rem 0}
+.errata td:nth-child(3)::before{content:"printed: "}
+.errata td:nth-child(4)::before{content:"right: "}}
+@media(prefers-color-scheme:dark){body{background:#15171a;color:#e6e6e3}figcaption{color:#a9adb3}
+td,th{border-color:#33363b}img{background:white}}
+"""
+
+
+def page(pictures: Mapping[str, Picture], folder: Path) -> str:
+    """The page, with the PNG files of that folder inside it; pictures that are missing are left out."""
+    parts = []
+    for chapter in CHAPTERS:
+        text = html.escape(" ".join(chapter.text.split()))
+        parts.append(f"<h2>{html.escape(chapter.title)}</h2><p>{text}</p>")
+        parts += [_figure(pictures[name], folder) for name in chapter.pictures if name in pictures]
+        parts.append(_errata(chapter.errata.split()))
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+    return (
+        f'<!doctype html><html lang="en"><head>{head}<title>From control to PACE</title>'
+        f"<style>{_STYLE}</style>"
+        f"</head><body><h1>From a control problem to PACE</h1>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _errata(numbers: list[str]) -> str:
+    """What is printed otherwise in the paper; all numbers on the page are of the right forms."""
+    found = [erratum for erratum in ERRATA if erratum.number in numbers]
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in erratum) + "</tr>" for erratum in found
+    )
+    head = "<tr><th></th><th>where</th><th>printed</th><th>right</th></tr>"
+    return f"<table class=errata>{head}{rows}</table>" if found else ""
+
+
+def _figure(picture: Picture, folder: Path) -> str:
+    data = base64.b64encode((folder / f"{picture.name}.png").read_bytes()).decode()
+    head, *rows = picture.rows
+    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    title = html.escape(picture.title)
+    many = "wide many" if len(picture.panels) > 1 else "wide"
+    return (
+        f'<figure><div class="{many}"><img alt="{title}" src="data:image/png;base64,{data}"></div>'
+        f"<figcaption>{title}</figcaption>"
+        f"<div class=wide><table class=n><tr>{cells}</tr>{body}</table></div></figure>"
+    )
