@@ -303,18 +303,20 @@ def batch_d_select(scale: str) -> Iterator[Named]:
     yield usual
 
 
-RATE_27M = 1.5e-3
-"""AdamW's best rate at 27M, to be set from `batch_d_select` before `batch_d` is run."""
+def batch_d_edges(scale: str) -> Iterator[Named]:
+    """Select at 27M: one more point where the best of `batch_d_select` lay at an edge."""
+    one = "27m" if scale != "tiny" else "tiny"
+    yield from (adamw(one, 0.67e-3, 1), scaled_ademamix(one, 0.44e-3, 1))
 
 
 def batch_d(scale: str) -> Iterator[Named]:
-    """Report at 27M: four fresh seeds at the best rate."""
+    """Report at 27M: four fresh seeds of each method at its best rate."""
     one = "27m" if scale != "tiny" else "tiny"
     for seed in range(11, 15):
-        yield scaled_ademamix(one, RATE_27M * 2 / 3, seed)
-        yield push(one, RATE_27M, seed, -0.7, 0.5)
-        yield adamw(one, RATE_27M, seed)
-        yield wsd(one, RATE_27M, seed, 0.4)
+        yield scaled_ademamix(one, 0.67e-3, seed)
+        yield push(one, 1.5e-3, seed, -0.7, 0.5)
+        yield adamw(one, 1e-3, seed)
+        yield wsd(one, 1.5e-3, seed, 0.4)
 
 
 def batch_e(scale: str) -> Iterator[Named]:
@@ -347,6 +349,7 @@ BATCHES: dict[str, Callable[[str], Iterable[Named]]] = {
     "b-rates": batch_b_rates,
     "c": batch_c,
     "d-select": batch_d_select,
+    "d-edges": batch_d_edges,
     "d": batch_d,
     "e": batch_e,
     "g": batch_g,

@@ -12,17 +12,18 @@ import math
 import multiprocessing
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
+from lab_runs import BATCHES, Lab
 from paceline.experiments.data import prepare_text
 from paceline.experiments.paper import lines
 from paceline.experiments.records import environment
+from torch import Tensor, nn
+
 from paceline.lm.batch import numbers_at
 from paceline.lm.evaluate import held_out_loss, summed_loss
 from paceline.lm.gpt import GPT, shape_of
@@ -31,58 +32,6 @@ from paceline.optim import parameter_groups
 from paceline.optim.baselines import AdEMAMix
 
 POWERS = (0.5, 0.6, 0.7, 0.8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lab:
-    """One run. `R` is the strength of a uniform control; R < 0 pushes away from the average of power `k`."""
-
-    method: str
-    lr: float  # of the base without a control; with one it runs at lr · (1 + R)
-    base: str = "adamw"  # or nadamw, ademamix, muon
-    R: float = 0.0
-    k: float = 0.6
-    growth: str = "constant"  # or R grows from 0, as strength() says
-    gap: str = "before"  # or after: whether the gap is read before or after the base's step
-    decay: float = 0.0  # the share of the run over which the rate falls linearly to 0
-    forks: tuple[float, ...] = ()  # decays of branches that continue this run where each of them begins
-    follow: bool = False  # whether the rates of averages follow a falling learning rate
-    alpha: float = 5.0
-    beta3: float = 0.999
-    model: str = "gpt:7m"
-    length: int = 256
-    batch_size: int = 64
-    steps: int = 4000
-    warmup: float = 0.1  # the share of the run over which the rate grows linearly
-    seed: int = 1
-
-    @property
-    def name(self) -> str:
-        """What differs from the defaults, as a name."""
-        fields = ("base", "growth", "gap", "decay", "follow", "warmup")
-        odd = [f"{key}-{getattr(self, key)}" for key in fields if getattr(self, key) != getattr(Lab, key)]
-        odd += [f"R{self.R:g}", f"k{self.k:g}"] if self.R else []
-        return "_".join(["lab", self.method, *odd, f"lr{self.lr:g}", f"n{self.steps}", f"s{self.seed}"])
-
-    def factor(self, t: int) -> float:
-        """Return the rate of step t = 1, 2, … as a share of the highest."""
-        warm, last = max(1, round(self.warmup * self.steps)), max(1, round(self.decay * self.steps))
-        falling = (self.steps - t + 1) / last if self.decay else 1.0
-        return min(t / warm, falling, 1.0)
-
-    def strength(self, t: int) -> float:
-        """Return R at step t. With "speed", slow motion gains speed in t while the base keeps its rate."""
-        if self.growth == "speed":
-            gained = -self.R / (1 + self.R) * t / self.steps
-            return -gained / (1 + gained)
-        share = {"constant": 1.0, "linear": t / self.steps, "log": math.log(t) / math.log(self.steps)}
-        share |= {"rate": self.factor(t), "warmup": min(1.0, t / (self.warmup * self.steps))}
-        return self.R * share[self.growth]
-
-    def rate(self, t: int, power: float) -> float:
-        """Return the rate of an average at step t."""
-        fall = min(1.0, self.factor(t) / self.factor(t - 1)) if self.follow and t > 1 else 1.0
-        return 1 - (1 - (1 + t) ** -power) * fall
 
 
 def bases_of(lab: Lab, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -181,43 +130,6 @@ def train(lab: Lab, text: str, held_out: str) -> Iterator[dict[str, Any]]:
             "seconds": round(time.time() - began, 1), "evaluations": found, "train": [], "pull": [],
             "method": one.method, "setting": asdict(one), "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         }  # fmt: skip
-
-
-def check() -> Iterator[Lab]:
-    """Reproduce three differences between methods that were measured before this study."""
-    yield Lab(method="adamw", lr=3e-3, forks=(0.2,))
-    yield from (Lab(method="push", lr=3e-3, R=-0.5, k=k) for k in (0.5, 0.3))
-
-
-def growth() -> Iterator[Lab]:
-    """Compare strengths that grow, a gap read after the step, other bases, and a shorter warm-up."""
-    for R in (-0.5, -0.7):
-        for how in ("linear", "log", "warmup"):
-            yield Lab(method="push", lr=3e-3, R=R, growth=how)
-    yield Lab(method="push", lr=3e-3, R=-0.5, gap="after")
-    yield from (Lab(method="nadamw", base="nadamw", lr=lr) for lr in (2e-3, 3e-3, 1.5e-3, 4.5e-3))
-    # A push away from an average of AdEMAMix, and a warm-up of 2 % of the run.
-    yield from (Lab(method="ademamix-push", base="ademamix", lr=2e-3, R=R, beta3=0.997) for R in (-0.3, -0.5))
-    yield Lab(method="push", lr=3e-3, R=-0.7, k=0.5, warmup=0.02)
-    yield Lab(method="adamw", lr=2e-3, warmup=0.02)
-    yield Lab(method="ademamix", base="ademamix", lr=2e-3, beta3=0.997, warmup=0.02)
-
-
-def form() -> Iterator[Lab]:
-    """Let slow motion gain speed over the run while the base keeps its rate, as in AdEMAMix."""
-    for lr, gain, k in ((2, 5, 0.5), (2, 5, 0.6), (2, 3, 0.5), (2, 3, 0.6), (1.5, 5, 0.5), (2, 5, 0.4)):
-        yield Lab(method="push", lr=lr * 1e-3, R=-gain / (1 + gain), k=k, growth="speed")
-
-
-def muon() -> Iterator[Lab]:
-    """Report Muon with averages and its decayed branches, a push of it, and guards against its spikes."""
-    for seed in (11, 12, 13):
-        yield Lab(method="muon", base="muon", lr=4e-3, forks=(0.2, 0.4), seed=seed)
-        for R, how in ((-0.5, "constant"), (-0.7, "constant"), (-0.7, "warmup")):
-            yield Lab(method="muon-push", base="muon", lr=4e-3, R=R, k=0.7, growth=how, seed=seed)
-
-
-BATCHES = {"check": check, "growth": growth, "form": form, "muon": muon}
 
 
 def _done(job: tuple[Lab, str, str]) -> list[dict[str, Any]]:

@@ -27,9 +27,11 @@ SMALLEST = 0.003
 """Nats that count as a difference."""
 VIEWS = {"average": "average", "live": "live", "power_0_5": "κ .5", "power_0_6": "κ .6", "power_0_7": "κ .7"}
 VIEWS |= {"power_0_8": "κ .8"}
-LAB = ("check", "growth", "further", "forks", "form")
-"""Batches of lab.py."""
-SUBJECTS = ("push", "ademamix")
+LAB = ("check", "growth", "further", "forks")
+"""Batches of lab.py that try forms of a control."""
+SPEED = "growing push"
+"""A push whose slow motion gains speed over the run (growth "speed" in lab.py)."""
+SUBJECTS = (SPEED, "push", "ademamix")
 """Methods that are compared with every other one."""
 
 
@@ -83,6 +85,9 @@ def _row(line: dict[str, Any], where: str) -> Row:
     setting = line["setting"]
     if "method" in setting:  # a line of lab.py, whose settings are in its name
         shown = " ".join(line["name"].split("_")[2:-3])
+        if setting["growth"] == "speed":
+            strength = setting["R"]
+            line["method"], shown = SPEED, f"speed {1 / (1 + strength):g} k {setting['k']:g}"
     else:
         shown = " ".join(f"{key} {value:g}" for key, value in setting.items())
     return Row(
@@ -271,10 +276,12 @@ def main() -> int:
     try:
         rows = read(paths)
         parts = ["# Tables of the study\n\nMade by `tables.py` from the records beside it.\n", minutes()]
-        selected = [row for row in rows if row.seed < REPORT_FROM and row.batch.startswith("a")]
-        parts += selection(selected)
+        selected = [row for row in rows if row.batch in ("a", "a-edges", "a-second", "a-third", "form")]
+        parts += selection("Selection at 7M", selected)
+        draw_selection(selected)
         parts += lab([row for row in rows if row.batch in LAB])
-        parts += report(choose(selected), [row for row in rows if row.batch == "b"])
+        parts += selection("Selection at 27M", [row for row in rows if row.batch in ("d-select", "large")])
+        parts += report(choose(selected), [row for row in rows if row.batch in ("b", "report")])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -349,8 +356,8 @@ def report(chosen: Sequence[Choice], rows: Sequence[Row]) -> list[str]:
     return [*parts, said + "\n"]
 
 
-def selection(rows: Sequence[Row]) -> list[str]:
-    """Return the tables of the selection at 7M, and draw its figure."""
+def selection(title: str, rows: Sequence[Row]) -> list[str]:
+    """Return the tables of a selection."""
     chosen = choose(rows)
     best = [
         [
@@ -371,8 +378,16 @@ def selection(rows: Sequence[Row]) -> list[str]:
         for row in sorted(rows, key=lambda row: (row.method, row.setting, row.lr, row.seed))
         if row.views and (view := min(row.views, key=row.views.__getitem__))
     ]
+    return [
+        table(f"{title}: the best setting of each method", head, best),
+        table(f"{title}: all runs", ("method", "setting", "lr", "seed", "best weights", "loss"), every),
+    ]
+
+
+def draw_selection(rows: Sequence[Row]) -> None:
+    """Draw the loss of each method over its learning rate."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for choice in chosen:
+    for choice in choose(rows):
         own = [row for row in rows if row.method == choice.method and row.views]
         rates = sorted({row.lr for row in own})
         lowest = [min(min(row.views.values()) for row in own if row.lr == lr) for lr in rates]
@@ -385,12 +400,6 @@ def selection(rows: Sequence[Row]) -> list[str]:
     )
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(HERE / "selection.png", dpi=150)
-    return [
-        table("Selection at 7M: the best setting of each method", head, best),
-        table(
-            "Selection at 7M: all runs", ("method", "setting", "lr", "seed", "best weights", "loss"), every
-        ),
-    ]
 
 
 if __name__ == "__main__":
