@@ -248,19 +248,28 @@ def section(heading: str) -> str:
     return found[1].rstrip("\n")
 
 
+PLACES = {
+    "CPU, 6M": ("cpu", "gpt-6m"),
+    "CPU, 320 small": ("cpu", "small"),
+    "H200, 124M": ("h200", "gpt2"),
+    "H200, 1.7B": ("h200", "llama-1.7b"),
+}
+"""Columns of the table of cost, with device and model of their record."""
+
+
 def cost() -> str:
     """Return bytes by arithmetic, and the measured times of a step as multiples of torch's AdamW."""
-    cpu, gpu = read_bench("cpu"), read_bench("h200")
+    records = {device: read_bench(device) for device in ("cpu", "h200")}
     rows = []
     for name, kept in OPTIMIZERS.items():
         state = kept.state_bytes("float32")
         cells = [f"{state:.4g}", f"{4 + state:.4g}"]
-        for known, model in ((cpu, "gpt-6m"), (cpu, "small"), (gpu, "gpt2")):
-            row = known.get((model, name))
+        for device, model in PLACES.values():
+            row = records[device].get((model, name))
             ratio = row and (row["graph_ratio"] or row["ratio"])
             cells.append(UNMEASURED if ratio is None else f"{ratio:.2f}")
         rows.append([name, *cells])
-    head = ["", "state", "checkpoint", "CPU, 6M", "CPU, 320 small", "H200, GPT-2"]
+    head = ["", "state", "checkpoint", *PLACES]
     return markdown(head, rows)
 
 

@@ -282,6 +282,7 @@ def main() -> int:
         parts += lab([row for row in rows if row.batch in LAB])
         parts += selection("Selection at 27M", [row for row in rows if row.batch in ("d-select", "large")])
         parts += report(choose(selected), [row for row in rows if row.batch in ("b", "report")])
+        parts += [rebuilt([row for row in rows if row.batch in ("b", "rebuilt")])]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -354,6 +355,21 @@ def report(chosen: Sequence[Choice], rows: Sequence[Row]) -> list[str]:
         parts.append(table(f"Report at 7M: {one.method} against each other method", head, lines))
     said = f"± is the simultaneous 95 % half-width over all {printed} comparisons."
     return [*parts, said + "\n"]
+
+
+def rebuilt(rows: Sequence[Row]) -> str:
+    """Return the table of the same push, trained by the first optimizer and by the rebuilt one."""
+    check_same_tokens(rows, "rebuilt")
+    first, now = (
+        {row.seed: row.views["average"] for row in rows if row.method == method}
+        for method in ("push", "rebuilt push")
+    )
+    lines = [
+        [seed, f"{first[seed]:.4f}", f"{now[seed]:.4f}", f"{now[seed] - first[seed]:+.4f}"] for seed in now
+    ]
+    ends = [mean(first.values()), mean(now.values())]
+    lines.append(["mean", *(f"{end:.4f}" for end in ends), f"{ends[1] - ends[0]:+.4f}"])
+    return table("The push at 7M, by both optimizers", ("seed", "first", "rebuilt", "difference"), lines)
 
 
 def selection(title: str, rows: Sequence[Row]) -> list[str]:
