@@ -30,6 +30,7 @@ CONTROLS = {
     "late": Control.push(delay=3.0, slope=0.5),
     "floor": Control.pull(0.7, power=0.9, return_power=1.0, least_rate=0.3),
     "gap after": Control.push(gap="after"),
+    "growing": Control.push(0.75, grow=12),
     "average first": Control.pull(0.7, order="average, then pull"),
     "lookahead": Control.paper(INF, every=2, gap="after", order="average, then pull", return_power=0.9),
     "step": Control.paper(30.0, step=0.25),

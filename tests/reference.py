@@ -54,7 +54,7 @@ class Reference:
             self.average = (1 - rate) * average + rate * self.raw
         gap = average - old if control.gap == "before" else self.average - self.raw
         size = self.lr / (self.root + self.eps) if control.sizing == "paper" else np.ones_like(self.root)
-        ratio = control.strength * size if pulling else np.zeros_like(size)
+        ratio = self.strength * size if pulling else np.zeros_like(size)
         self.gain = np.minimum(rate * ratio, control.max_gain)
         live = self.raw + self.gain * gap
         if averaging and control.order == "pull, then average":
@@ -63,6 +63,15 @@ class Reference:
             rate = self.rate(control.return_power)
             self.returned = (1 - rate) * self.returned + rate * live
         return live
+
+    @property
+    def strength(self):
+        """The strength of this step: where it grows, slow motion gains speed evenly, from 1 to 1/(1 + R)."""
+        full, last = self.control.strength, self.control.grow
+        if self.t >= last:
+            return full
+        speed = 1 + (1 / (1 + full) - 1) * self.t / last
+        return 1 / speed - 1
 
     @property
     def evaluated(self):

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "paceline"
 CONFORMING = (
     "optim", "integrations", "control", "lm", "groups.py", "schedules.py", "cache.py", "__init__.py",
 )  # fmt: skip
-"""Files and folders that follow the rules. `runs`, `studies`, the commands and cli.py are rewritten soon, and join then."""
+"""Files and folders that follow the rules. `runs`, `studies` and the commands are rewritten soon."""
 
 FIRST = re.compile(r"^(The|A|An|One) \w|^[A-Z][a-z]+(?<!s)\b")
 _WORDS = """

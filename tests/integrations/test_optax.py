@@ -34,6 +34,7 @@ CONTROLS = {
     "lookahead": ("pull", {"strength": 0.7, "gap": "after", "order": "average, then pull"}),
     "gap before": ("push", {"order": "average, then pull"}),
     "rare": ("push", {"every": 3, "pull_every": 2}),
+    "growing": ("push", {"strength": 0.75, "grow": 12}),
     "late": ("push", {"delay": 3.0, "slope": 0.5, "least_rate": 0.05}),
     "power 0": ("pull", {"power": 0.0, "return_power": None}),
 }
@@ -317,7 +318,14 @@ def test_masked_and_partitioned_leaves(x64):
 # --- What is refused ------------------------------------------------------------------------------------
 
 BAD = {"strength": -0.1, "sizing": "scaled", "power": 1.5, "return_power": -0.1, "step": 0.0, "every": True}
-BAD |= {"pull_every": 1.5, "slope": -1.0, "delay": float("inf"), "least_rate": 2.0, "max_gain": 0.0}
+BAD |= {
+    "grow": -1,
+    "pull_every": 1.5,
+    "slope": -1.0,
+    "delay": float("inf"),
+    "least_rate": 2.0,
+    "max_gain": 0.0,
+}
 BAD |= {"gap": "pre", "order": "pull"}
 
 

@@ -23,7 +23,7 @@ from paceline.optim.settings import control_of, flat
 
 INF, NAN = math.inf, math.nan
 NO_SECOND = {"every": 1, "pull_every": None, "slope": 1.0, "delay": 0.0, "least_rate": 0.0, "max_gain": 1.0}
-USUAL = {**NO_SECOND, "gap": "before", "order": "pull, then average"}
+USUAL = {**NO_SECOND, "grow": 0, "gap": "before", "order": "pull, then average"}
 DEFAULTS = {
     "push": {"strength": -0.5, "sizing": "uniform", "power": 0.6, "return_power": 0.7, "step": 0.5},
     "pull": {"strength": 1.0, "sizing": "uniform", "power": 0.2, "return_power": 0.7, "step": 2.0},
@@ -85,6 +85,9 @@ REFUSED_CONTROLS = [
     (lambda: Control.paper(return_power=2.0), "return_power", "2.0", "None, or between 0 and 1"),
     (lambda: Control.push(step=0.0), "step", "0.0", "> 0 and finite"),
     (lambda: Control.push(step=INF), "step", "inf", "> 0 and finite"),
+    (lambda: Control.push(grow=-1), "grow", "-1", "an integer >= 0"),
+    (lambda: Control.push(grow=1e3), "grow", "1000.0", "an integer >= 0"),
+    (lambda: Control.pull(INF, grow=9), "strength", "inf", "finite, to grow"),
     (lambda: Control.push(every=0), "every", "0", "an integer >= 1"),
     (lambda: Control.push(every=2.0), "every", "2.0", "an integer >= 1"),
     (lambda: Control.push(every=True), "every", "True", "an integer >= 1"),

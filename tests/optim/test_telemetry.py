@@ -35,7 +35,7 @@ def ratio_of(r):
     control = r.control
     if r.t % (control.pull_every or control.every) or 0 in (r.lr, control.strength):
         return np.zeros_like(r.live)
-    strength = min(control.strength, 1e300)
+    strength = min(r.strength, 1e300)
     return r.lr * strength / (r.root + r.eps) if control.sizing == "paper" else np.full_like(r.root, strength)
 
 

@@ -40,6 +40,7 @@ class Control:
     power: float
     return_power: float | None = None
     step: float = 1.0
+    grow: int = 0
     every: int = 1
     pull_every: int | None = None
     slope: float = 1.0
@@ -60,10 +61,11 @@ class Control:
         _between("step", self.step, _LEAST, _LARGEST)
         _between("max_gain", self.max_gain, _LEAST, math.inf)
         _between("strength", self.strength, 0.0 if self.sizing == "paper" else -_BELOW_1, math.inf)
-        for name in ("every", "pull_every"):
+        for name, least in (("every", 1), ("pull_every", 1), ("grow", 0)):
             value = getattr(self, name)
-            ok = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-            _require(ok or (value is None and name == "pull_every"), name, value, "an integer >= 1")
+            ok = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+            _require(ok or (value is None and name == "pull_every"), name, value, f"an integer >= {least}")
+        _require(math.isfinite(self.strength) or not self.grow, "strength", self.strength, "finite, to grow")
 
     @classmethod
     def paper(cls, c: float = 3e-3, power: float = 0.5, **further: Any) -> "Control":
@@ -74,9 +76,9 @@ class Control:
     def push(
         cls, strength: float = 0.5, power: float = 0.6, return_power: float | None = 0.7, **further: Any
     ) -> "Control":
-        """Return a push away from the average, with a step of 1 − strength."""
+        """Return a push away from the average, with a step of 1 − strength, or of 1 if it grows."""
         _between("strength", strength, 0.0, _BELOW_1)
-        own = {"step": 1 - strength, **further}
+        own = {"step": 1.0 if further.get("grow") else 1 - strength, **further}
         return cls(strength=-strength, sizing="uniform", power=power, return_power=return_power, **own)
 
     @classmethod
@@ -272,7 +274,11 @@ def _at_step(count: Any, lr: Any, b2: Any, eps: Any, control: Control) -> _At:
     rate, return_rate = (jnp.maximum(base**-power, control.least_rate) for power in (control.power, late))
     averaging = t % control.every == 0
     pulling = averaging if control.pull_every is None else t % control.pull_every == 0
-    numerator = control.strength * rate * (lr if control.sizing == "paper" else 1.0)
+    strength: Any = control.strength
+    if control.grow:
+        left = jnp.maximum(0.0, 1 - jnp.asarray(t, float) / control.grow)
+        strength = strength * (1 - left) / (1 + strength * left)
+    numerator = strength * rate * (lr if control.sizing == "paper" else 1.0)
     return _At(
         first=count == 0,
         rate=rate,

@@ -165,7 +165,7 @@ def _values(settings: Settings) -> list[float]:
         0.0, control.step, settings.weight_decay, beta1, beta2, settings.eps,
         min(control.strength, _LARGEST), float(control.sizing == "paper"), power, return_power,
         min(control.slope, _LARGEST), control.delay, control.least_rate, control.every, pull_every,
-        min(control.max_gain, _LARGEST), -1.0 if settings.maximize else 1.0,
+        min(control.max_gain, _LARGEST), -1.0 if settings.maximize else 1.0, control.grow,
     ]  # fmt: skip
 
 

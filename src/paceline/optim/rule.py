@@ -47,7 +47,7 @@ def step_scalars(t: int, settings: Settings) -> StepScalars:
     power, return_power = control.powers
     rate = control.rate(t, power)
     over_root = control.sizing == "paper"
-    strength = control.strength * rate if pulling else 0.0
+    strength = control.strength_at(t) * rate if pulling else 0.0
     return StepScalars(
         decay=float(1 - lr * settings.weight_decay),
         step_size=float(lr / (1 - beta1**t) * -1),

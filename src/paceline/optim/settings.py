@@ -70,6 +70,7 @@ ALLOWED: dict[str, Allowed] = {
     "power": SHARE,
     "return_power": _or_none(SHARE),
     "step": (lambda v: is_number(v) and 0 < v <= 1e308, "> 0 and finite"),
+    "grow": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "an integer >= 0"),
     "every": COUNT,
     "pull_every": _or_none(COUNT),
     "slope": NOT_NEGATIVE,
@@ -125,6 +126,8 @@ class Control:
     """The power of a second average, which is returned and never steers. None: the first one is returned."""
     step: float = 1.0
     """The factor on the base's learning rate. A push or pull of R has 1 + R, so that lr keeps its meaning."""
+    grow: int = 0
+    """The step at which a growing strength is full, usually the last one. 0: it is always full."""
     every: int = 1
     """Averages move at every n-th step."""
     pull_every: int | None = None
@@ -143,14 +146,16 @@ class Control:
     def __post_init__(self) -> None:
         check({name: getattr(self, name) for name in _FIELDS})
         check({"strength": self.strength}, {"strength": _STRENGTHS[self.sizing]})
+        require(math.isfinite(self.strength) or not self.grow, "strength", self.strength, "finite, to grow")
 
     def __repr__(self) -> str:
         uniform = "push" if self.strength < 0 else "pull" if self.strength > 0 else "none"
         kind = "paper" if self.sizing == "paper" else uniform
         make = getattr(Control, kind)
         size = [] if self.strength == make().strength else [abs(self.strength)]
-        usual = make(*size)
-        others = [f"{n}={getattr(self, n)!r}" for n in _FIELDS if getattr(self, n) != getattr(usual, n)]
+        usual = make(*size, grow=self.grow)  # which says the step, too
+        odd = [n for n in _FIELDS if getattr(self, n) != getattr(usual, n) or (n == "grow" and self.grow)]
+        others = [f"{name}={getattr(self, name)!r}" for name in odd]
         return f"Control.{kind}({', '.join([*map(str, size), *others])})"
 
     @classmethod
@@ -164,11 +169,12 @@ class Control:
     ) -> "Control":
         """Return a push away from the average, as EMA-Nesterov, GPA and SNOO have it in other forms.
 
-        A strength of .5 halves the noise of steps and keeps their drift.
+        A strength of .5 halves the noise of steps and keeps their drift. With `grow`, the length of the run,
+        the noise is kept, and the drift gains speed evenly, up to 1/(1 − strength) times.
         """
         ok = is_number(strength) and 0 <= strength < 1
         require(ok, "strength", strength, "0 <= strength < 1 of a push")
-        own = {"step": 1 - strength, **further}
+        own = {"step": 1.0 if further.get("grow") else 1 - strength, **further}
         return cls(strength=-strength, sizing="uniform", power=power, return_power=return_power, **own)
 
     @classmethod
@@ -193,6 +199,15 @@ class Control:
         """
         decayed: float = (1.0 + self.slope * max(0.0, t - self.delay)) ** -power
         return max(decayed, self.least_rate)
+
+    def strength_at(self, t: int) -> float:
+        """Return the strength at step t = 1, 2, …
+
+        >>> [round(Control.push(0.5, grow=4).strength_at(t), 2) for t in (1, 2, 4, 5)]
+        [-0.2, -0.33, -0.5, -0.5]
+        """
+        left = 1 - t / self.grow if t < self.grow else 0.0
+        return self.strength * (1 - left) / (1 + self.strength * left) if left else self.strength
 
     @property
     def powers(self) -> tuple[float, float]:

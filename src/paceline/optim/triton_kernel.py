@@ -28,8 +28,8 @@ TILES = {
 # The settings, float64. fused.py writes them in this order.
 (
     LR, STEP, WEIGHT_DECAY, BETA1, BETA2, EPS, STRENGTH, OVER_ROOT, POWER, RETURN_POWER, SLOPE, DELAY,
-    LEAST_RATE, EVERY, PULL_EVERY, MAX_GAIN, SIGN,
-) = map(tl.constexpr, range(17))  # fmt: skip
+    LEAST_RATE, EVERY, PULL_EVERY, MAX_GAIN, SIGN, GROW,
+) = map(tl.constexpr, range(18))  # fmt: skip
 
 # Numbers of a step that `advance` writes for each tensor, float32.
 SHRINK, ROOT_FACTOR, STEP_SIZE, NUMERATOR, KEEP, KEEP_RETURNED, IS_FIRST, NUMBERS = map(
@@ -83,6 +83,9 @@ def advance(table, settings, numbers, tensors, PROGRAM: tl.constexpr):
     averaging = _is_due(t, tl.load(settings + EVERY))
     # Where the rate is 0 nothing may move. A strength of inf is LARGEST here, so that it times 0 is no NaN.
     strength = tl.where(scaled != 0.0, tl.load(settings + STRENGTH), 0.0)
+    grow = tl.load(settings + GROW)
+    left = tl.where(t < grow, 1.0 - t / tl.where(grow > 0.0, grow, 1.0), 0.0)
+    strength = strength * (1.0 - left) / (1.0 + strength * left)
     numerator = tl.where(_is_due(t, tl.load(settings + PULL_EVERY)), strength * rate, 0.0)
     numerator *= tl.where(tl.load(settings + OVER_ROOT) != 0.0, lr, 1.0)
     numerator = tl.where(numerator > LARGEST, LARGEST, numerator)
