@@ -98,8 +98,22 @@ def test_bema_against_golden_values(case):
         assert np.allclose(kept["bema_average"].numpy(), returned[t - 1], rtol=1e-12, atol=1e-12)
 
 
+def test_bema_begins_after_its_burn_in():
+    """It is live until then, and afterwards that of a run from there, at the rates of its own steps."""
+    points = [np.array([float(x)]) for x in (5, 1, 4, 2, 8)]
+    burnt = BEMA(every=1, burn_in=2)
+    returned = [walk({"it": burnt}, points[: t + 1])[2]["it_average"].numpy() for t in range(1, 5)]
+    assert [value.item() for value in returned[:2]] == [1, 4]
+    ema = start = 4.0
+    for t, live, found in ((3, 2.0, returned[2]), (4, 8.0, returned[3])):
+        ema += (10 + t) ** -0.5 * (live - ema)
+        assert found.item() == pytest.approx(ema + (10 + t) ** -0.2 * (live - start))
+
+
 def test_bema_has_the_published_defaults_and_a_floor():
-    assert BEMA() == BEMA(power=0.5, bias_power=0.2, offset=10.0, scale=1.0, every=400, min_rate=0.0)
+    assert BEMA() == BEMA(
+        power=0.5, bias_power=0.2, offset=10.0, scale=1.0, every=400, min_rate=0.0, burn_in=0
+    )
     points = iterates(30)
     kept = walk({"it": BEMA(every=1, min_rate=0.29)}, points)[2]  # reached at t = 2
     expected = by_rates(points, lambda t: max((10 + t) ** -0.5, 0.29))

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from paceline import PACE, Control, PowerLaw, attach, averaged_weights
+from paceline.optim.settings import control_of
 from paceline.optim.weights import keeper_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")
@@ -197,6 +198,22 @@ def test_parameters_that_show_an_average_take_no_state_of_live_weights(make):
     optimizer.load_state_dict(copy.deepcopy(saved))
 
 
+@makers
+def test_a_control_is_loaded_whole_and_what_it_lacks_is_not_ours(make):
+    """Otherwise an old push and a new length would make a control that nobody has chosen."""
+    optimizer, other = make(make_parameters()), make(make_parameters())
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["param_groups"][0]["control_grow"]
+    growing = Control.push(0.75, grow=100)
+    other.param_groups[0]["control"] = growing
+    other.load_state_dict(state)
+    assert control_of(other.param_groups[0]) == PUSH
+    plain = torch.optim.AdamW(make_parameters()).state_dict()
+    other.param_groups[0]["control"] = growing
+    other.load_state_dict(plain)
+    assert control_of(other.param_groups[0]) == growing
+
+
 def test_a_second_load_forgets_the_live_weights_of_the_first():
     """The average is live here, so that the weights of the second could be those of a shown average."""
     own = {"control": Control.none(power=0.0)}
@@ -211,6 +228,54 @@ def test_a_second_load_forgets_the_live_weights_of_the_first():
         torch._foreach_copy_(others, parameters)
     other.train()
     assert_same_bits(everything(other), everything(optimizer))
+
+
+@makers
+@pytest.mark.parametrize("name", [None, "average"])
+def test_a_block_shows_the_average_of_a_state_that_is_loaded_in_it(make, name):
+    parameters, others = make_parameters(), make_parameters()
+    optimizer, other = make(parameters), make(others)
+    advance(optimizer, parameters, make_gradients(3))
+    advance(other, others, make_gradients(2, seed=1))
+    live = copies(parameters)
+    with averaged_weights(optimizer, name):
+        state, shown = copy.deepcopy(optimizer.state_dict()), copies(parameters)
+    with averaged_weights(other, name):
+        other.load_state_dict(state)
+        assert same(others, shown)
+    assert same(others, live)
+    optimizer.zero_grad()
+    other.zero_grad()
+    assert_same_bits(everything(optimizer), everything(other))
+
+
+def _block(optimizer):
+    with averaged_weights(optimizer):
+        pass
+
+
+@makers
+@pytest.mark.parametrize("act", [lambda o: keeper_of(o).hide(), lambda o: o.state_dict(), _block])
+def test_a_model_that_is_loaded_last_is_noticed_until_the_first_step(make, act):
+    """A look at live and averages between the two loads must not end the watch for the average."""
+    parameters, others = make_parameters(), make_parameters()
+    optimizer, other = make(parameters), make(others)
+    advance(optimizer, parameters, make_gradients(3))
+    live = copies(parameters)
+    with averaged_weights(optimizer):
+        state, shown = copy.deepcopy(optimizer.state_dict()), copies(parameters)
+    other.load_state_dict(state)
+    act(other)
+    with torch.no_grad():
+        torch._foreach_copy_(others, shown)
+    other.param_groups[0]["lr"] = 0.0
+    with pytest.warns(UserWarning, match="the model was loaded after the optimizer"):
+        advance(other, others, make_gradients(1))
+    assert same(others, live)
+    with torch.no_grad():
+        torch._foreach_copy_(others, shown)
+    advance(other, others, make_gradients(1))  # from now on whatever is loaded is meant
+    assert same(others, shown)
 
 
 def test_averages_that_a_state_lacks_are_named_and_begin_as_live():

@@ -381,3 +381,17 @@ def test_a_bfloat16_model_has_an_average_as_accurate_as_float32(foreach):
         exact = [a + (1 + t) ** -0.7 * (array(p) - a) for a, p in zip(exact, parameters, strict=True)]
     for p, expected in zip(parameters, exact, strict=True):
         assert distance(optimizer.state[p]["returned"], expected) <= 1e-5
+
+
+def test_a_parameter_that_takes_the_place_of_another_in_the_same_memory_is_the_one_that_is_stepped():
+    """The other one still has a gradient: a plan that knew addresses only would step it again and again."""
+    found = []
+    for make in (lambda p: PACE(p, 1e-2, control=Control.none()), lambda p: torch.optim.AdamW(p, 1e-2)):
+        first = torch.ones(3, requires_grad=True)
+        optimizer = make([first])
+        advance(optimizer, [first], [[torch.ones(3)]])
+        second = torch.nn.Parameter(first.data)
+        optimizer.param_groups[0]["params"][0] = second
+        advance(optimizer, [second], [[torch.full((3,), float(i - 1))] for i in range(3)])
+        found.append(second)
+    assert same(*([p] for p in found))

@@ -296,6 +296,8 @@ class Machine(RuleBasedStateMachine):
                 self.optimizer.load_state_dict(content["optimizer"])
         else:
             self.load(content)
+            if self.block is not None:
+                self.expect_shown()  # the average that was loaded
 
     @torch.no_grad()
     def load(self, content, weights_last=False):

@@ -124,6 +124,24 @@ def test_an_exchange_needs_the_memory_of_two_tensors():
     assert 0 < peak_bytes(show_and_hide) <= 10 * 256 * 256 * 4 + 4096
 
 
+SILENT = {
+    "doubled": lambda p: p.data.mul_(2),  # 2^10 exponents that grow by 1 are a multiple of 2^32
+    "negated": lambda p: p.data.neg_(),
+    "permuted": lambda p: p.data.copy_(p.data.flip(0)),
+    "replaced": lambda p: setattr(p, "data", torch.zeros_like(p.data)),
+}
+
+
+@pytest.mark.parametrize("change", SILENT.values(), ids=SILENT)
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+def test_a_change_inside_a_block_is_said_where_a_plain_sum_or_an_address_would_not_tell(dtype, change):
+    (p,) = make_parameters(dtype=dtype, shapes=[(32, 32)])
+    optimizer = run([p], make_gradients(3, shapes=[p.shape]))
+    said = pytest.warns(UserWarning, match="were changed while they held the average")
+    with said, averaged_weights(optimizer):
+        change(p)
+
+
 def test_an_optimizer_without_an_average_is_refused_in_plain_words():
     adamw = torch.optim.AdamW([torch.ones(1).requires_grad_()])
     for given in (adamw, SimpleNamespace(), [adamw]):
@@ -250,6 +268,16 @@ def test_a_model_of_two_optimizers_is_averaged_whole(way, tmp_path):
     assert_same_bits({name: p.detach() for name, p in model.named_parameters()}, live)
 
 
+def test_optimizers_of_one_memory_share_no_block():
+    first, both = nn.Parameter(torch.zeros(3)), []
+    for p in (first, nn.Parameter(first.data)):
+        both.append(run([p], make_gradients(3, shapes=[p.shape])))
+    live = first.detach().clone()
+    with pytest.raises(ValueError, match=r"share memory"), averaged_weights(both):
+        pass
+    assert torch.equal(first, live)
+
+
 def test_a_block_of_several_optimizers_is_entered_and_left_as_a_whole():
     _, both = two_optimizers()
     before = [everything(optimizer) for optimizer in both]
@@ -324,6 +352,32 @@ def test_an_export_that_could_not_be_the_average_is_refused():
         averaged_state_dict(hiding, optimizer)
 
 
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "another's"])
+def test_what_shares_memory_with_an_averaged_parameter_is_not_exported_live(kind):
+    """A block shows the average in both. Neighbours in one storage, as of cuDNN's LSTM, are no such thing."""
+    model, whole = nn.Linear(3, 3, bias=False), torch.ones(6, 3)
+    model.weight.data = whole[:3]
+    if kind != "another's":
+        model.register_buffer("next", whole[3:])
+    both = [PACE(model.parameters(), lr=0.1)]
+    if kind == "another's":
+        model.tied = nn.Parameter(model.weight.data)
+        both += [attach(torch.optim.SGD([model.tied], lr=0.1))]
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().add(0.0 if kind != "another's" else model.tied.sum()).backward()
+        for optimizer in both:
+            optimizer.step()
+    if kind != "another's":
+        assert averaged_state_dict(model, both).keys() == {"weight", "next"}
+    if kind == "parameter":
+        model.tied = nn.Parameter(model.weight.data, requires_grad=False)
+    elif kind == "buffer":
+        model.register_buffer("tied", model.weight.data[1])
+    with pytest.raises(ValueError, match=r"parameter '(tied|weight)' and .* share memory"):
+        averaged_state_dict(model, both)
+
+
 def test_an_export_of_a_wrapped_model_has_clean_names_and_versions():
     model, optimizer = trained()
     expected, wrapped = averaged_state_dict(model, optimizer), nn.DataParallel(model)
@@ -353,6 +407,11 @@ def test_the_average_runs_as_a_model_next_to_live_without_a_copy():
         assert torch.equal(model(tokens), teacher)
         with pytest.raises(RuntimeError, match="hold an average at present"):
             averaged_tensors(model, optimizer)
+    with pytest.raises(ValueError, match="trains none of this model's parameters"):
+        averaged_tensors(copy.deepcopy(model), optimizer)
+    model.more = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"2 trainable parameter.*'more\.weight'"):
+        averaged_tensors(model, optimizer)
     model, optimizer = trained(average_dtype="int8")
     with pytest.raises(ValueError, match="kept as a residual in few bits"):
         averaged_tensors(model, optimizer)

@@ -23,7 +23,7 @@ from paceline.optim import checkpoint
 from paceline.optim.averages import Average
 from paceline.optim.foreach import chunks
 from paceline.optim.fused import is_capturing
-from paceline.optim.settings import AverageDtype, Control, flatten_control_
+from paceline.optim.settings import AverageDtype, Control, flatten_control_, with_whole_control
 from paceline.optim.state import State, follow_, name_of
 from paceline.optim.steering import Rule, Steering, Work
 from paceline.optim.storage import unsupported_storage
@@ -341,8 +341,9 @@ class Attachment:
         own_names = (*self._rule.settings, HOLD, ATTACHED)
         groups = []
         for own, saved in zip(base.param_groups, state_dict["param_groups"], strict=False):
+            flatten_control_(own)
             ours = {k: v for k, v in own.items() if k.startswith("control_") or k in own_names}
-            merged = {**ours, **saved}
+            merged = {**ours, **with_whole_control(saved)}
             if "average_dtype" in ours:  # it says how to keep averages, not what they are
                 merged["average_dtype"] = ours["average_dtype"]
             self._rule.check(merged)

@@ -21,6 +21,7 @@ _ALLOWED: dict[str, Allowed] = {
     "bias_power": NOT_NEGATIVE,
     "every": COUNT,
     "min_rate": SHARE,
+    "burn_in": (lambda v: isinstance(v, int) and v >= 0, "an integer >= 0"),
     "share": SHARE,
 }
 
@@ -137,7 +138,8 @@ class BEMA(_Checked):
     """The bias-corrected EMA (Block & Zhang, arXiv 2508.00180).
 
     Every `every` steps the EMA moves to live by max((offset + scale · t)^-power, min_rate). It returns
-    ema + (offset + scale · t)^-bias_power · (live − live_0).
+    ema + (offset + scale · t)^-bias_power · (live − live_0). Up to step `burn_in` it returns live, and
+    live_0 is live after that step.
     """
 
     power: float = 0.5
@@ -146,6 +148,7 @@ class BEMA(_Checked):
     scale: float = 1.0
     every: int = 400
     min_rate: float = 0.0
+    burn_in: int = 0
 
     parts = ("average", "ema", "start")
 
@@ -155,7 +158,11 @@ class BEMA(_Checked):
         require(min(self.offset, self.scale) >= 0 and first >= 1, "offset + scale", first, ">= 1, both >= 0")
 
     def move_(self, parts: Parts, lives: list[Tensor], t: int) -> None:
-        if t % self.every:
+        if t <= self.burn_in:
+            for part in self.parts:
+                torch._foreach_copy_(parts[part], lives)
+            return
+        if (t - self.burn_in) % self.every:
             return
         now = self.offset + self.scale * t
         move_averages_(parts["ema"], lives, max(now**-self.power, self.min_rate))

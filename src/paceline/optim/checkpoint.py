@@ -194,6 +194,8 @@ def put_in(loaded: Loaded, keeper: Keeper) -> None:
         keeper.memory[parameter] = {key: state[key] for key in sorted(state)}
     for group in keeper.groups:
         group[HOLD] = "live"
+    if keeper.in_block:
+        keeper.show(*keeper.asked)  # what follows in the block computes with the average
 
 
 # --- What torch.distributed.checkpoint leaves -------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from paceline.optim.sharding import is_sharded, is_writer, share_failure, whole
-from paceline.optim.weights import Optimizers, keepers_of
+from paceline.optim.sharding import is_sharded, is_writer, local, share_failure, whole
+from paceline.optim.weights import Optimizers, first_overlap, keepers_of
 
 Others = Literal["refuse", "live"]
 _PARALLEL = (DistributedDataParallel, nn.DataParallel)
@@ -95,6 +96,22 @@ def _check_covered(
             f"{len(missing)} trained parameter(s) do not appear in model.state_dict(keep_vars=True), so "
             "their averages cannot be exported; a hook or an override of state_dict replaces them"
         )
+    # As a frozen parameter tied by `.data`: a block shows the average in both, and this would export live.
+    trained = {name: p for name, p in named.items() if p in averages}
+    taken = {_storage(p) for p in trained.values()} - {None}
+    near = {id(v): (name, v) for name, v in entries.items() if v not in averages and _storage(v) in taken}
+    whose = {**trained, **dict(near.values())}
+    shared = first_overlap([{"params": list(whose.values()), "param_names": list(whose)}])
+    if shared is not None:
+        raise ValueError(f"{shared}, or use one parameter in both places")
+
+
+def _storage(value: Any) -> int | None:
+    """Return the address of the storage of a tensor; None if it has none of its own."""
+    part = local(value.detach()) if isinstance(value, Tensor) and not is_lazy(value) else None
+    return (
+        part.untyped_storage().data_ptr() if type(part) is Tensor and part.layout == torch.strided else None
+    )
 
 
 def renamer(model: nn.Module) -> Callable[[str], str]:
@@ -122,7 +139,9 @@ def averaged_tensors(model: nn.Module, optimizers: Optimizers, name: str | None 
     are of now.
     """
     found: dict[Tensor, Tensor] = {}
+    known: set[int] = set()
     for keeper in keepers_of(optimizers):
+        known |= {id(p) for group in keeper.groups for p in group["params"]}
         if keeper.shown != "live":
             raise RuntimeError("the parameters hold an average at present; leave its block first")
         for _, parameter, state in keeper.remembered():
@@ -135,8 +154,10 @@ def averaged_tensors(model: nn.Module, optimizers: Optimizers, name: str | None 
         found |= dict(keeper.averages(name))
     if not found:
         raise RuntimeError("no average has begun, and live weights would stay live; take a step first")
-    tensors = {p: found.get(p, p).detach() for p in model.parameters()}  # tied parameters stay tied
-    return {path: tensors[p] for path, p in model.named_parameters(remove_duplicate=False)}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    _check_covered(found, known, model, named, "refuse")
+    tensors = {p: found.get(p, p).detach() for p in named.values()}  # tied parameters stay tied
+    return {path: tensors[p] for path, p in named.items()}
 
 
 # --- Saving -----------------------------------------------------------------------------------------------

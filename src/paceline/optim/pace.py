@@ -15,7 +15,16 @@ from paceline.optim import checkpoint
 from paceline.optim.foreach import chunks, foreach_step_
 from paceline.optim.fused import Launch, is_capturing, launches_of, unsupported_reason
 from paceline.optim.rule import Slot, pace_step_
-from paceline.optim.settings import AverageDtype, Control, Settings, check, control_of, flat, flatten_control_
+from paceline.optim.settings import (
+    AverageDtype,
+    Control,
+    Settings,
+    check,
+    control_of,
+    flat,
+    flatten_control_,
+    with_whole_control,
+)
 from paceline.optim.sharding import layout_of, local
 from paceline.optim.state import (
     STEP,
@@ -255,8 +264,9 @@ class PACE(Optimizer):
         loaded = checkpoint.read(self, self._keeper, state_dict, ("step", "exp_avg", "exp_avg_sq"))
         groups = []
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            group = {**own, **{k: v for k, v in saved.items() if k not in (*_ADAMW_ONLY, *_KEPT_ON_LOAD)}}
-            group.pop("control", None)  # set since the last step; the loaded one counts
+            flatten_control_(own)  # set since the last step; a loaded one counts, if there is one
+            taken = {k: v for k, v in saved.items() if k not in (*_ADAMW_ONLY, *_KEPT_ON_LOAD)}
+            group = {**own, **with_whole_control(taken)}
             Settings.of(group)
             groups.append(group)
         # What torch refuses next (another number of groups or parameters) must reach it unchanged.
@@ -296,7 +306,8 @@ def facts(groups: list[dict[str, Any]], memory: Mapping[Tensor, State]) -> list[
     given = [grad for grad in grads if grad is not None]
     kept = [value for state in memory.values() for value in state.values()]
     # By `map` of functions in C, which is quick: this runs at every step, for every tensor.
-    found: list[object] = [*(grad is None for grad in grads), *map(id, memory), *map(type, given)]
+    found: list[object] = [*(grad is None for grad in grads), *map(id, chain(lives, memory))]
+    found += map(type, given)
     try:
         found += [(len(group["params"]), *group["betas"], *_settings_of_plan(group)) for group in groups]
         if not {*map(type, lives)} <= _PLAIN:

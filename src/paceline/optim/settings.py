@@ -243,6 +243,14 @@ def flatten_control_(group: dict[str, Any]) -> None:
         group.update(flat(group.pop("control")))
 
 
+def with_whole_control(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved group that has all fields of its control, if it has one.
+
+    What it lacks must not come from the control of the group that it is loaded into.
+    """
+    return {**flat(Control.paper()), **group} if PREFIX + "strength" in group else group
+
+
 def control_of(group: Mapping[str, Any]) -> Control:
     """Return the control of a parameter group, checked."""
     return _control(*(group[PREFIX + name] for name in _FIELDS))

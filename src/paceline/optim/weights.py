@@ -66,8 +66,8 @@ def _is_alias(value: Tensor, parameter: Tensor) -> bool:
     return ours.shape == theirs.shape and ours.numel() > 0 and ours.data_ptr() == theirs.data_ptr()
 
 
-_Sum = tuple[int, torch.dtype, Tensor]
-"""Where a parameter is, its dtype, and the sum of its bits."""
+_Sum = tuple[torch.dtype, Tensor]
+"""The dtype of a parameter, and a sum of its bits, wherever they lie."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -77,16 +77,19 @@ def _sum_of_bits(parameter: Tensor) -> _Sum | None:
     if type(part) is not Tensor or part.element_size() not in _INTEGERS or part.is_meta:
         return None
     bits = part.view(_INTEGERS[part.element_size()])
+    # Times its neighbour's upper half: a plain sum stays as it is where many weights are doubled or negated.
+    mixed = bits.roll(1).bitwise_right_shift_(4 * part.element_size()).mul_(bits)
     # Without a dtype torch would sum a copy of 8 bytes an element.
-    return part.data_ptr(), part.dtype, bits.sum(dtype=torch.promote_types(bits.dtype, torch.int32))
+    dtype = torch.promote_types(bits.dtype, torch.int32)
+    return part.dtype, bits.sum(dtype=dtype) + 3 * mixed.sum(dtype=dtype)
 
 
 def _was_changed(parameter: Tensor, before: _Sum | None) -> bool:
-    """Return whether a parameter has changed in place; a cast or a move is no change."""
+    """Return whether a parameter has changed; a cast or a move is no change."""
     now = _sum_of_bits(parameter)
-    if before is None or now is None or before[:2] != now[:2]:
+    if before is None or now is None or before[0] != now[0]:
         return False
-    return not torch.equal(before[2], now[2])
+    return not torch.equal(before[1], now[1].to(before[1].device))
 
 
 # --- One optimizer --------------------------------------------------------------------------------------
@@ -132,6 +135,8 @@ class Keeper:
         self.loaded_name = "live"
         self._sums: dict[int, _Sum | None] = {}  # of the parameters, as they were shown
         self._copies: list[Any] = []  # modules that may hold copies of what is shown
+        self.asked: tuple[str | None, nn.Module | None] = (None, None)
+        """The name and the model that the present averages were asked for with."""
         _KEEPERS[optimizer] = self
 
     @property
@@ -199,6 +204,7 @@ class Keeper:
                 return
             self.hide(model)  # an interrupted `hide` has put some live weights back
         self._refuse_others()
+        self.asked = (name, model)
         self._copies = _gathering_modules(model)
         self.drop_copies()  # of live; nothing computes with the weights until all are shown
         _check_sharded(model, self.remembered())  # now: a model that is gathered has other parameters
@@ -229,7 +235,7 @@ class Keeper:
                 hide_(parameter, state)
         for group in self.groups:
             group[HOLD] = "live"
-        self._copies = []
+        self._copies, self.asked = [], (None, None)
         if changed:
             warnings.warn(
                 f"{changed} parameter(s) were changed while they held the average, as by load_state_dict, "
@@ -268,6 +274,7 @@ class Keeper:
         if self.notice_stale_load():
             warnings.warn(f"{STALE}; this gradient was taken at the average", stacklevel=4)
         self.hide()
+        self.loaded_live = {}  # only now: the model may be loaded after a train() or a block, too
 
     def notice_stale_load(self) -> bool:
         """Return whether a model checkpoint of the average was loaded over the live weights of our state.
@@ -275,10 +282,7 @@ class Keeper:
         A checkpoint made while the average was shown has the average in the model and live in the optimizer.
         If the model is loaded last, the parameters hold the average, and that is noted here.
         """
-        if not self.loaded_live:
-            return False
-        loaded, self.loaded_live = self.loaded_live, {}
-        stale = False
+        loaded, stale = self.loaded_live, False
         alike: list[tuple[State, Tensor]] = []
         for group, parameter, state in self.remembered():
             live, held = loaded.get(parameter), parameter.detach()
@@ -430,6 +434,10 @@ def averaged_weights(
     keepers = keepers_of(optimizers)
     if any(keeper.in_block for keeper in keepers):
         raise RuntimeError("averaged_weights is already active for this optimizer; blocks do not nest")
+    if len(keepers) > 1:  # the second would keep the first's average as its live weights
+        shared = first_overlap([group for keeper in dict.fromkeys(keepers) for group in keeper.groups])
+        if shared is not None:
+            raise ValueError(shared)
     hidden = [keeper for keeper in keepers if keeper.shown == "live"]  # what eval() has shown stays so
     try:
         try:

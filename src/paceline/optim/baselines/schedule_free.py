@@ -15,7 +15,7 @@ from paceline.optim.steering import Rule
 def schedule_free(base: Base) -> Base:
     """Let `averaged_weights` evaluate a Schedule-Free optimizer (Defazio et al., arXiv 2405.15682).
 
-    It takes an optimizer of the `schedulefree` package (AdamW, SGD, RAdam or ScheduleFree+) and returns it.
+    It takes an optimizer of the `schedulefree` package (AdamW, SGD or RAdam) and returns it.
     The parameters hold the weights to take gradients at, y; evaluated and returned is the average x, shown by
     `averaged_weights` and taken back bit for bit. The package's own `eval()` and `train()` go there and back
     by arithmetic, and drift: do not call them.
@@ -54,13 +54,9 @@ class _ScheduleFree(Rule):
         base = self._base()
         if base is None or state["step"].item() == 0:
             return None
-        entries = base.state[parameter]
-        if "x" in entries:  # ScheduleFree+ keeps it
-            average: Tensor = entries["x"]
-            return average
         # The package's own eval() was called: the parameter is x. A group that was added later has no mode.
         if not base.param_groups[0]["train_mode"]:
             return live
         group = next(g for g in base.param_groups if any(p is parameter for p in g["params"]))
         beta = group["betas"][0] if "betas" in group else group["momentum"]
-        return torch.lerp(live, entries["z"].to(live), 1 - 1 / beta)
+        return torch.lerp(live, base.state[parameter]["z"].to(live), 1 - 1 / beta)
