@@ -4,10 +4,22 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 KILLS = int(os.environ.get("PACELINE_KILLS", "20"))
+
+
+def start(line: list[str], *code: str) -> subprocess.Popen[str]:
+    """Return `paceline`, or other code, with these words, as a process with a group of its own."""
+    return subprocess.Popen(
+        [sys.executable, *(code or ("-m", "paceline.cli")), *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def kill_at_random(

@@ -1,5 +1,6 @@
 """The command line: every command, as a user calls it. Faults are in lm/test_trainer_faults.py."""
 
+import dataclasses
 import io
 import json
 import math
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from tiny import TEMPLATE, write_chats, write_model, write_text
 from torch.nn import functional as F
 
@@ -24,10 +26,10 @@ from paceline.cli import main
 from paceline.lm import checkpoint
 from paceline.lm.batch import IGNORED
 from paceline.lm.loop import Step
-from paceline.runs import build, config, display, methods
+from paceline.runs import build, config, display, names
+from paceline.runs.command import run_of
 from paceline.runs.config import Run
 from paceline.runs.records import read
-from paceline.runs.run import restored
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +45,7 @@ def room(tmp_path_factory):
 
 COMMON = ["--batch-size", "2", "--steps", "6", "--evaluate-every", "3", "--held-out-samples", "3"]
 COMMON += ["--warmup", "2", "--device", "cpu"]
+METHOD = ("--method", "adamw+push:power=0.5/long=power:0.9")
 
 
 def pretrain(room, out, *more):
@@ -54,12 +57,7 @@ def pretrain(room, out, *more):
 @pytest.fixture(scope="module")
 def trained(room):
     """A run with AdamW and an average beside it."""
-    assert (
-        pretrain(
-            room, room / "run", "--optimizer", "adamw:control=push,power=0.5", "--averages", "long=power:0.9"
-        )
-        == 0
-    )
+    assert pretrain(room, room / "run", *METHOD) == 0
     return room / "run"
 
 
@@ -89,6 +87,10 @@ def test_a_chat_template_of_the_own(room, tuned, tmp_path):
     assert (tmp_path / "model" / "chat_template.jinja").read_text(encoding="utf-8") == template
 
 
+def described(folder):
+    return (config.make(r["config"]) for r in read(folder / "records.jsonl") if r["kind"] == "run")
+
+
 def losses_of(folder):
     return [record for record in read(folder / "records.jsonl") if record["kind"] == "evaluation"]
 
@@ -96,108 +98,71 @@ def losses_of(folder):
 # --- Help and mistakes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["", *cli.EXAMPLES])
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
 def test_help_is_complete(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    if command:
-        assert cli.EXAMPLES[command] in said
-    else:
-        assert all(name in said for name in cli.EXAMPLES)
+    assert (cli.COMMANDS[command].examples if command else "compare") in said
     if command == "train":
         squeezed = " ".join(said.split())
         for name, text in config.documentation().items():
-            assert name == "task" or (f"--{name.replace('_', '-')}" in said and text[:30] in squeezed), name
+            assert name == "task" or (f"--{name.replace('_', '-')}" in squeezed and text[:30] in squeezed)
 
 
-def test_every_setting_is_documented():
-    assert list(config.documentation()) == list(Run.__dataclass_fields__)
-
-
-@pytest.mark.parametrize("command", cli.EXAMPLES)
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_the_examples_of_the_help_are_right(command):
-    text = cli.EXAMPLES[command].replace("\\\n", " ")
+    text = cli.COMMANDS[command].examples.replace("\\\n", " ")
     lines = re.findall(r"^  paceline (.*)$", text, re.MULTILINE)
     assert lines
     for line in lines:
-        options = cli._parse(line.split())
+        options = cli.parse(line.split())
         if command == "train":
-            cli._run_of(options)
+            run_of(options)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "the following arguments are required: COMMAND"),
-        ("trian", "invalid choice: 'trian'"),
-        ("train", "the following arguments are required: task, --out"),
-        ("train pretrain", "the following arguments are required: --out"),
-        ("train pretrain --out x --stepz 5", "unknown argument '--stepz' (did you mean --steps?)"),
-        ("train pretrain --out x --step 5", "unknown argument '--step' (did you mean --steps?)"),
-        ("train pretrain --out x", "give exactly one of steps, tokens, epochs, chinchilla; none given"),
-        ("train pretrain --out x --steps 5 --tokens 5", "steps and tokens given"),
-        ("train pretrain --out x --steps -5", "steps is -5; allowed: above 0, and finite"),
-        ("train pretrain --out x --steps five", "steps is 'five'; allowed: a whole number"),
-        (
-            "train pretrain --out x --steps 5 --keep-steps 2 x",
-            "keep_steps is \"['2', 'x']\"; allowed: a list of",
-        ),
-        ("train pretrain --out x --steps 5 --keep-steps 0", "keep_steps is (0,); allowed: each at least 1"),
-        ("train pretrain --out x --steps 5 --lr nan", "lr is nan; allowed: 0 or more, and finite"),
-        (
-            "train pretrain --out x --steps 5 --task sft",
-            "unknown argument '--task'; it is a word: paceline train sft …",
-        ),
-        ("train pretrain --out x --steps 5 --precision bf16", "precision is 'bf16' (did you mean bfloat16?)"),
-        (
-            "train pretrain --out x --steps 5 --optimizer adam",
-            "optimizer 'adam' is unknown (did you mean adamw?)",
-        ),
-        (
-            "train pretrain --out x --steps 5 --optimizer pace:powr=1",
-            "no setting 'powr' (did you mean power?)",
-        ),
-        (
-            "train pretrain --out x --steps 5 --optimizer adamw:lr=1",
-            "the learning rate is a setting of the run",
-        ),
-        (
-            "train pretrain --out x --steps 5 --optimizer adamw --telemetry-every 2",
-            "adamw has none, and pace and push do",
-        ),
-        ("train pretrain --out x --steps 5 --optimizer adamw:betas=()", "adamw: tuple index out of range"),
-        ("train pretrain --out x --steps 5 --optimizer schedule_free:r=x", "unsupported operand"),
-        (
-            "train pretrain --out x --steps 5 --schedule cosin",
-            "schedule 'cosin' is unknown (did you mean cosine?)",
-        ),
-        ("train pretrain --out x --steps 5 --schedule wsd:0.5", "settings of a schedule have names"),
-        ("train pretrain --out x --steps 5 --schedule wsd:warmup=5", "warmup are settings of the run"),
-        (
-            "train pretrain --out x --steps 5 --averages powr:0.7",
-            "average 'powr' is unknown (did you mean power?)",
-        ),
-        ("train pretrain --out x --steps 5 --averages power:0.7", "pace keeps an average of its own"),
-        (
-            "train pretrain --out x --steps 5 --optimizer adamw --averages average=decay:0.7",
-            "Invalid name of an average: 'average'",
-        ),
-        ("train pretrain --out x --steps 5 --averages decay:0.9 decay:0.9", "averages need different names"),
-        ("train pretrain --out x --steps 5 --model gpt:2m", "unknown model 'gpt:2m'; did you mean gpt:1m?"),
-        ("train pretrain --out x --steps 5 --device cuda:77", "device 'cuda:77' cannot be used"),
-        ("train pretrain --out x --config nowhere.toml", "there is no file nowhere.toml"),
-        ("train pretrain --out x --steps 5 --log nothing", "invalid choice: 'nothing'"),
-        ("train sft --out x --steps 5", "model 'gpt:1m' has no chat template to fine-tune with"),
-        ("train sft --out x --steps 5 --model m --data nowhere.jsonl", "there is no file nowhere.jsonl"),
-        ("eval nowhere", "nowhere holds no checkpoint"),
-        ("eval nowhere --step x", "argument --step: invalid int value: 'x'"),
-        ("export nowhere there", "nowhere holds no checkpoint"),
-        ("doctor nowhere", "nowhere is not a folder"),
-        ("data x", "the following arguments are required: --data"),
-    ],
-)
+RUN = "train pretrain --out x --steps 5"
+MISTAKES = {
+    "": "the following arguments are required: COMMAND",
+    "trian": "invalid choice: 'trian'",
+    "train": "the following arguments are required: task, --out",
+    "train pretrain --out x": "give exactly one of steps, tokens, epochs, chinchilla; none given",
+    "train pretrain --out x --steps -5": "steps is -5; allowed: above 0, and finite",
+    "train pretrain --out x --steps five": "steps is 'five'; allowed: a whole number",
+    f"{RUN} --stepz 5": "unknown argument '--stepz' (did you mean --steps?)",
+    f"{RUN} --learning-rate 1": "unknown argument '--learning-rate' (did you mean --lr?)",
+    f"{RUN} --optimizer adamw": "unknown argument '--optimizer' (did you mean --method?)",
+    f"{RUN} --task sft": "unknown argument '--task'; it is a word: paceline train sft …",
+    f"{RUN} --tokens 5": "steps and tokens given",
+    f"{RUN} --keep-steps 2 x": "keep_steps is \"['2', 'x']\"; allowed: a list of",
+    f"{RUN} --keep-steps 0": "keep_steps is (0,); allowed: each at least 1",
+    f"{RUN} --lr nan": "lr is nan; allowed: 0 or more, and finite",
+    f"{RUN} --precision bf16": "precision is 'bf16' (did you mean bfloat16?)",
+    f"{RUN} --method adam": "method 'adam' is unknown (did you mean adamw?)",
+    f"{RUN} --method adamw@cosine --schedule wsd": "has another one",
+    f"{RUN} --method adamw --telemetry-every 2": "adamw has none, and pace and pace+push do",
+    f"{RUN} --method adamw:betas=()": "adamw: tuple index out of range",
+    f"{RUN} --method schedule_free:r=x": "unsupported operand",
+    f"{RUN} --schedule cosin": "schedule 'cosin' is unknown (did you mean cosine?)",
+    f"{RUN} --averages power:0.7": "pace keeps an average of its own",
+    f"{RUN} --method adamw --averages average=decay:0.7": "an average cannot be named 'average'",
+    f"{RUN} --model gpt:2m": "unknown model 'gpt:2m'; did you mean gpt:1m?",
+    f"{RUN} --device cuda:77": "device 'cuda:77' cannot be used",
+    f"{RUN} --config nowhere.toml": "there is no file nowhere.toml",
+    f"{RUN} --log nothing": "invalid choice: 'nothing'",
+    "train sft --out x --steps 5": "model 'gpt:1m' has no chat template to fine-tune with",
+    "train sft --out x --steps 5 --model m --data nowhere.jsonl": "there is no file nowhere.jsonl",
+    "eval nowhere": "nowhere holds no checkpoint",
+    "eval nowhere --step x": "argument --step: invalid int value: 'x'",
+    "export nowhere there": "nowhere holds no checkpoint",
+    "doctor nowhere": "nowhere is not a folder",
+    "data x": "the following arguments are required: --data",
+    "data x --data nope.txt": "nope.txt does not exist",
+}
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES.items())
 def test_a_mistake_is_answered_in_one_line(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 2
@@ -244,22 +209,13 @@ def wrong_value(draw):
 
 
 def unknown_key(draw):
-    key = draw(TEXTS.filter(lambda key: key not in FIELDS))
+    key = draw(TEXTS.filter(lambda key: key not in (*FIELDS, "task")))  # which the command line says
     return f"{json.dumps(key)} = {draw(st.sampled_from(['1', 'true', '[]', '{}', chr(34) * 2]))}"
 
 
-def unknown_table(draw):
-    return f"[{draw(st.sampled_from(FIELDS))}]\nx = 1"
-
-
-def twice(draw):
-    name = draw(st.sampled_from(FIELDS))
-    return f"{name} = 1\n{name} = 2"
-
-
 def bad_spec(draw):
-    name = draw(st.sampled_from(["optimizer", "schedule", "averages"]))
-    known = {*methods.OPTIMIZERS, *methods.SCHEDULES, *methods.AVERAGES}
+    name = draw(st.sampled_from(["method", "schedule", "averages"]))
+    known = {*names.BASES, *names.SCHEDULES, *names.AVERAGES}
     spec = draw(
         TEXTS.filter(lambda text: text.partition(":")[0] not in known)  # which may need no settings
         | st.builds(
@@ -276,26 +232,15 @@ def garbage(draw):
     return draw(TEXTS.filter(lambda text: text.strip() and not text.strip().startswith("#")))
 
 
-def no_budget(draw):
-    return "lr = 1e-3"
+FAULTS = (wrong_value, unknown_key, bad_spec, garbage)
 
 
-def two_budgets(draw):
-    names = draw(st.lists(st.sampled_from(["tokens", "epochs", "chinchilla"]), min_size=1, unique=True))
-    return "\n".join(f"{name} = 5" for name in names)
-
-
-FAULTS = (wrong_value, unknown_key, unknown_table, twice, bad_spec, garbage, no_budget, two_budgets)
-
-
-@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_settings_at_random_are_refused_in_one_line(data, tmp_path_factory):
     fault = data.draw(st.sampled_from(FAULTS))
     text = fault(data.draw)
-    given_budget = any(re.match(rf"{name}\s*=", text) for name in ("steps", "tokens", "epochs", "chinchilla"))
-    if fault not in (no_budget, unknown_table, garbage) and (fault is two_budgets or not given_budget):
+    if fault is not garbage and not re.match(r"(steps|tokens|epochs|chinchilla)\s*=", text):
         text = f"steps = 3\n{text}"
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "run.toml").write_text(text, encoding="utf-8")
@@ -325,13 +270,13 @@ def test_counts_may_be_short(text, value):
 
 def test_flags_win_over_the_file(room, tmp_path, capsys):
     (tmp_path / "run.toml").write_text(
-        'steps = 99\nlength = 16\naverages = ["power:0.5"]\nclip_norm = "none"\n'
+        'steps = 99\nlength = 16\nmethod = "adamw"\naverages = ["power:0.5"]\nclip_norm = "none"\n'
     )
-    options = cli._parse(["train", "pretrain", "--out", "x", "--config", str(tmp_path / "run.toml")])
-    assert cli._run_of(options) == Run(steps=99, length=16, averages=("power:0.5",), clip_norm=None)
+    options = cli.parse(["train", "pretrain", "--out", "x", "--config", str(tmp_path / "run.toml")])
+    assert run_of(options) == Run(steps=99, length=16, method="adamw/power:0.5", clip_norm=None)
     options.steps = "3"
     options.averages = []
-    assert cli._run_of(options) == Run(steps=3, length=16, clip_norm=None)
+    assert run_of(options) == Run(steps=3, length=16, method="adamw", clip_norm=None)
 
 
 # --- train ------------------------------------------------------------------------------------------
@@ -343,7 +288,13 @@ def test_a_run_says_what_it_does(room, trained, capsys):
         *["step"] * 3,
         "evaluation",
     ]
-    assert records[0]["config"]["optimizer"] == "adamw:control=push,power=0.5"
+    assert records[0]["config"]["method"] == "adamw+push:power=0.5"
+    assert records[0]["name"] == "adamw+push:power=0.5/long=power:0.9"
+    assert records[0]["methods"] == {
+        "AdamW push (power=0.5)": "average",
+        "AdamW push (power=0.5) · long": "long",
+    }
+    assert records[0]["returned"] == "average"
     assert records[-1]["losses"]["held-out"].keys() == {"live", "average", "long"}
     assert {record["kind"] for record in read(trained / "timing.jsonl")} == {"begin", "speed", "save", "end"}
 
@@ -351,56 +302,16 @@ def test_a_run_says_what_it_does(room, trained, capsys):
 def test_a_finished_run_is_left_alone(room, trained, capsys):
     parts = [trained / "records.jsonl", *(trained / "checkpoints").glob("*/*")]
     before = {path: path.read_bytes() for path in parts}
-    assert (
-        pretrain(room, trained, "--optimizer", "adamw:control=push,power=0.5", "--averages", "long=power:0.9")
-        == 0
-    )
+    assert pretrain(room, trained, *METHOD) == 0
     said = capsys.readouterr().out
     assert "6 steps of 32 tokens from step 6" in said and "done: " in said and "step 6:" not in said
     assert all(path.read_bytes() == data for path, data in before.items())
 
 
-def test_a_changed_setting_is_refused(room, trained, capsys):
-    assert pretrain(room, trained, "--optimizer", "adamw") == 2
-    said = capsys.readouterr().err
-    assert (
-        "optimizer: 'adamw:control=push,power=0.5' → 'adamw'" in said
-        and "averages: ['long=power:0.9'] → []" in said
-    )
-
-
-def test_a_run_can_be_made_longer(room, trained, tmp_path):
-    folder = shutil.copytree(trained, tmp_path / "longer")
-    more = (
-        "--optimizer",
-        "adamw:control=push,power=0.5",
-        "--averages",
-        "long=power:0.9",
-        "--steps",
-        8,
-        "--keep",
-        5,
-    )
-    assert pretrain(room, folder, *more) == 0
-    assert [step for step, _ in checkpoint.all_of(folder / "checkpoints")] == [3, 6, 8]
-    steps = [record["step"] for record in read(folder / "records.jsonl") if record["kind"] == "step"]
-    assert steps == list(range(1, 9))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["RUN@STEP", "folder"])
-def test_a_fork_goes_on_from_another_run_with_another_schedule(room, trained, tmp_path, name):
+def test_a_fork_goes_on_from_another_run_with_another_schedule(room, trained, tmp_path):
     """Also where the folder's name has an @ in it."""
     origin = shutil.copytree(trained, tmp_path / "me@work")
-    where = f"{origin}@3" if name == "RUN@STEP" else origin / "checkpoints" / "step-00000003"
-    more = (
-        "--optimizer",
-        "adamw:control=push,power=0.5",
-        "--averages",
-        "long=power:0.9",
-        "--schedule",
-        "cosine",
-    )
+    where, more = f"{origin}@3", (*METHOD, "--schedule", "cosine")
     folder = tmp_path / "forked"
     assert (
         pretrain(room, folder, *more, "--steps", 9, "--fork", where, "--checkpoint-every", 1, "--keep", 9)
@@ -419,7 +330,10 @@ def test_a_fork_goes_on_from_another_run_with_another_schedule(room, trained, tm
 
 @pytest.mark.parametrize(
     ("where", "said"),
-    [("{}@4", "has checkpoints of the steps [3, 6]"), ("{}@6", "is of step 6; this run ends at step 6")],
+    [
+        ("{}@4", "has no checkpoint of step 4; there are: [3, 6]"),
+        ("{}@6", "is of step 6; this run ends at step 6"),
+    ],
 )
 def test_a_fork_that_cannot_be(room, trained, tmp_path, where, said, capsys):
     assert pretrain(room, tmp_path / "forked", "--fork", where.format(trained)) == 2
@@ -432,11 +346,10 @@ class Terminal(io.StringIO):
 
 
 def test_on_a_terminal_there_is_a_bar(room, tmp_path, monkeypatch):
-    pytest.importorskip("rich")
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
-    assert pretrain(room, tmp_path / "run", "--optimizer", "adamw") == 0
+    assert pretrain(room, tmp_path / "run", "--method", "adamw") == 0
     assert "6/6" in screen.getvalue() and "step 3: held-out: live " in screen.getvalue()
 
 
@@ -451,11 +364,11 @@ def test_what_is_not_installed_is_said(room, tmp_path, name, capsys):
 # --- eval -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", [None, "live", "average", "long"])
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize(("weights", "step"), [(None, 6), ("live", 3), ("long", 6)])
 def test_eval_finds_the_losses_of_the_run(trained, weights, step, capsys):
     words = ["--weights", weights] if weights else []
-    assert main(["eval", str(trained), "--step", str(step), *words]) == 0
+    where = ["--step", "3"] if step == 3 else []
+    assert main(["eval", str(trained), *where, *words]) == 0
     said = capsys.readouterr().out
     name, loss = re.fullmatch(r"held-out, (\w+): ([\d.]+) nats a token\n", said).groups()
     assert name == (weights or "average")
@@ -463,10 +376,24 @@ def test_eval_finds_the_losses_of_the_run(trained, weights, step, capsys):
     assert float(loss) == pytest.approx(recorded["losses"]["held-out"][name], abs=1e-6)
 
 
-def test_eval_of_one_checkpoint(trained, capsys):
-    assert main(["eval", str(trained / "checkpoints" / "step-00000003")]) == 0
-    loss = losses_of(trained)[0]["losses"]["held-out"]["average"]
-    assert f"average: {loss:.6f}" in capsys.readouterr().out
+def test_eval_on_other_data_needs_none_of_the_run(room, trained, tmp_path, capsys):
+    """Loss of the other text as held-out text of a run of the same model, tokenizer and weights."""
+    other = write_text(tmp_path / "other.txt", paragraphs=30)
+    folder = shutil.copytree(trained, tmp_path / "moved")
+    text = room / "text.txt"
+    text.rename(tmp_path / "gone.txt")
+    try:
+        assert main(["eval", str(folder), "--data", str(other)]) == 0
+        loss = float(
+            re.fullmatch(r".*other.txt, average: ([\d.]+) nats a token\n", capsys.readouterr().out)[1]
+        )
+        assert main(["eval", str(folder), "--data", "nope.txt"]) == 2
+    finally:
+        (tmp_path / "gone.txt").rename(text)
+    run = dataclasses.replace(next(described(trained)), held_out=(str(other),), held_out_samples=None)
+    assert main(["export", str(trained), str(tmp_path / "model")]) == 0
+    samples = build.held_out_of(run, trained / "tokenizer", print)
+    assert loss == pytest.approx(loss_of_transformers(tmp_path / "model", samples), abs=1e-5)
 
 
 def test_eval_of_what_is_not_there(trained, capsys):
@@ -499,7 +426,6 @@ def loss_of_transformers(folder, samples):
     return total / count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["live", "average"])
 @pytest.mark.parametrize("kind", ["trained", "tuned"])
 def test_an_exported_model_has_the_loss_of_the_run(kind, weights, request, tmp_path, capsys):
@@ -507,8 +433,8 @@ def test_an_exported_model_has_the_loss_of_the_run(kind, weights, request, tmp_p
     capsys.readouterr()
     assert main(["export", str(run), str(tmp_path / "model"), "--weights", weights]) == 0
     assert f"wrote the {weights} weights of step 6 to" in capsys.readouterr().out
-    job, _ = restored(run)
-    found = loss_of_transformers(tmp_path / "model", job.trainee.held_out["held-out"])
+    samples = build.held_out_of(next(described(run)), run / "tokenizer", print)
+    found = loss_of_transformers(tmp_path / "model", samples)
     assert found == pytest.approx(losses_of(run)[-1]["losses"]["held-out"][weights], abs=1e-5)
     assert json.loads((tmp_path / "model" / "paceline.json").read_text())["weights"] == weights
 
@@ -548,7 +474,7 @@ def test_doctor_on_the_machine(capsys):
 def test_doctor_on_a_run(trained, capsys):
     code, said = doctor(trained, capsys)
     assert code == 0 and said.count("whole; step") == 2 and "NOT" not in said
-    assert "step 6 of a pretrain run of gpt:0.3m with adamw:control=push,power=0.5" in said
+    assert "step 6 of a pretrain run of gpt:0.3m with adamw+push:power=0.5" in said
     assert (
         "returned by this run: average" in said
         and "averages as NAME.paceline_average, NAME.paceline_long_average" in said
@@ -606,8 +532,13 @@ def test_data_are_prepared_once_and_trained_on(room, tmp_path, capsys):
     content = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
     assert main(["data", str(folder), "--data", text, "--tokenizer", "bpe:300"]) == 0
     assert content == {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
+    assert main(["data", str(folder), "--data", text, "--tokenizer", "bpe:310"]) == 2
     words = ["train", "pretrain", "--out", tmp_path / "run", "--data", folder, "--model", "gpt:0.3m"]
-    assert main([str(word) for word in (*words, "--length", 16, *COMMON)]) == 0
+    words = [str(word) for word in (*words, "--length", 16, *COMMON)]
+    assert main([*words, "--tokenizer", "bpe:300"]) == 2
+    said = capsys.readouterr().err
+    assert "tokens of another tokenizer than bpe:310" in said and "leave out tokenizer" in said
+    assert main(words) == 0
     ours, theirs = (next(read(f / "records.jsonl"))["data"] for f in (tmp_path / "run", room / "run"))
     assert ours == theirs
 
@@ -626,29 +557,16 @@ def test_prepared_data_need_no_held_out_part_if_other_text_is_held_out(room, tmp
 
 
 def test_data_of_another_tokenizer_are_not_for_a_pretrained_model(room, tuned, tmp_path, capsys):
-    assert (
-        main(["data", str(tmp_path / "shards"), "--data", str(room / "text.txt"), "--tokenizer", "bpe:280"])
-        == 0
-    )
-    words = [
-        "train",
-        "pretrain",
-        "--out",
-        tmp_path / "run",
-        "--model",
-        room / "model",
-        "--length",
-        16,
-        *COMMON,
-    ]
-    assert main([str(word) for word in (*words, "--data", tmp_path / "shards")]) == 2
+    shards = str(tmp_path / "shards")
+    assert main(["data", shards, "--data", str(room / "text.txt"), "--tokenizer", "bpe:280"]) == 0
+    words = ["train", "pretrain", "--out", tmp_path / "run", "--model", room / "model", "--length", 16]
+    assert main([str(word) for word in (*words, *COMMON, "--data", shards)]) == 2
     assert "was prepared with another tokenizer than the model's" in capsys.readouterr().err
 
 
 # --- As a process -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_a_real_command_and_the_same_one_goes_on(room, tmp_path):
     words = [sys.executable, "-m", "paceline.cli", "train", "pretrain", "--out", tmp_path / "run"]
     words += ["--data", room / "text.txt", "--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", 16]
@@ -663,7 +581,7 @@ def test_ctrl_c_ends_a_real_command_and_the_same_one_goes_on(room, tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert re.fullmatch(
-        r"paceline: stopped by SIGINT after step \d+, and saved; the same command goes on\n", err
+        r"paceline: stopped by SIGINT after step \d+, and saved; the same command resumes\n", err
     )
     assert "129,312 parameters, 100000 steps of 32 tokens" in out
 
@@ -689,30 +607,11 @@ def test_an_export_has_the_tokenizer_of_its_run_whatever_became_of_the_data(room
 
 def test_a_fork_to_another_tokenizer_is_refused(room, trained, tmp_path, capsys):
     change_words(write_text(tmp_path / "text.txt", paragraphs=120))
-    other = [
-        "--fork",
-        str(trained),
-        "--optimizer",
-        "adamw:control=push,power=0.5",
-        "--averages",
-        "long=power:0.9",
-    ]
+    other = ["--fork", str(trained), *METHOD]
     assert pretrain(tmp_path, tmp_path / "run", *other, "--steps", "9") == 2
     assert "another tokenizer" in capsys.readouterr().err
     kept = ["--tokenizer", str(trained / "tokenizer")]
     assert pretrain(tmp_path, tmp_path / "run", *other, *kept, "--steps", "9") == 0
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "schedule_free"])
-def test_a_fork_with_the_same_settings_is_the_run_that_goes_on(room, tmp_path, optimizer):
-    for name, steps, more in (("a", 4, []), ("b", 8, ["--fork", str(tmp_path / "a")]), ("c", 8, [])):
-        words = ["--optimizer", optimizer, "--steps", str(steps), "--evaluate-every", "4", "--warmup", "0"]
-        assert pretrain(room, tmp_path / name, *words, *more) == 0
-    states = [checkpoint.load(tmp_path / name / "checkpoints" / "step-00000008") for name in "bc"]
-    assert states[0]["facts"]["progress"]["step"] == 8
-    assert repr(states[0]["state"]["groups"]) == repr(states[1]["state"]["groups"])
-    for part in ("live", "optimizer"):
-        assert repr(states[0][part]) == repr(states[1][part])
 
 
 @pytest.mark.parametrize(
@@ -725,19 +624,6 @@ def test_a_fork_with_the_same_settings_is_the_run_that_goes_on(room, tmp_path, o
 def test_what_a_pretrained_model_has_not_is_refused(room, tuned, tmp_path, words, said, capsys):
     assert tune(room, tmp_path / "run", *words) == 2
     assert said in capsys.readouterr().err
-
-
-def test_prepared_tokens_keep_their_tokenizer(room, tmp_path, capsys):
-    begin = ["data", str(tmp_path / "shards"), "--data", str(room / "text.txt"), "--tokenizer"]
-    assert main([*begin, "bpe:300"]) == 0
-    assert main([*begin, "bpe:300"]) == 0
-    assert main([*begin, "bpe:310"]) == 2
-    train = ["train", "pretrain", "--out", str(tmp_path / "run"), "--data", str(tmp_path / "shards")]
-    train += ["--model", "gpt:0.3m", "--length", "16", *COMMON]
-    assert main([*train, "--tokenizer", "bpe:300"]) == 2
-    assert main(train) == 0
-    said = capsys.readouterr().err
-    assert "tokens of another tokenizer than bpe:310" in said and "leave out tokenizer" in said
 
 
 def test_records_without_their_checkpoints_are_not_overwritten(room, tmp_path, capsys):
@@ -779,7 +665,7 @@ def test_runs_that_prepare_the_same_data_at_once_wait_for_each_other(tmp_path, m
 
 def test_a_step_left_out_is_said_at_once():
     said = io.StringIO()
-    screen = display.Lines(said)
+    screen = display.Screen(Console(file=said))
     for step in (1, 2):
         screen.take(Step(step=step, loss=math.nan, grad_norm=1.0, lr=0.1, targets=4, skipped=step == 2))
     assert said.getvalue() == "step 2 was left out: loss or gradient is not finite\n"

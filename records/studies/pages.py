@@ -1,4 +1,4 @@
-"""Make the tables and the figure of docs/results.md and docs/cost.md again, from records/.
+"""Make the tables and the figure of docs/results.md, cost.md and compare.md again, from records/.
 
     PYTHONPATH=src python records/studies/pages.py
 
@@ -9,24 +9,24 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from scipy import stats
 
 from paceline.cost.arithmetic import OPTIMIZERS
+from paceline.studies.lines import Finished
+from paceline.studies.table import Mean
+from paceline.studies.text import Listing
+from paceline.studies.verdict import SMALLEST
 
 matplotlib.use("Agg")
 ROOT = Path(__file__).parents[2]
 RECORDS, DOCS = ROOT / "records", ROOT / "docs"
 CHOOSING = 1
 """The seed by which settings and learning rates were chosen."""
-SMALLEST = 0.003
-"""Nats that count as a difference."""
 UNMEASURED = "not measured yet"
 
 
@@ -41,39 +41,12 @@ def check_origin(seed: Any, about: dict[str, Any], where: str) -> None:
             raise ValueError(f"{where} has no {what}; such a record proves nothing")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A finished run of the study of the paper's statements."""
-
-    group: str
-    """Task, method with its settings, schedule and steps, as the name of the run has them."""
-    lr: float
-    seed: int
-    losses: dict[str, float]
-    """The final held-out loss of all weights that it could return; empty if it diverged."""
-
-
-NAME = re.compile(r"(?P<task>\w+?)_(?P<method>.+)_lr(?P<lr>[\d.e-]+)_(?P<rest>\w+_\d+)_s(?P<seed>\d+)")
-
-
-def read_runs(paths: Iterable[Path]) -> list[Run]:
+def read_runs(paths: Iterable[Path]) -> list[Finished]:
     """Return the runs in files with a line a run; of two with one name the later one."""
-    found: dict[str, Run] = {}
-    for path in paths:
-        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            line = json.loads(text)
-            check_origin(line["config"].get("seed"), line["environment"], f"{path.name}, line {number}")
-            name = NAME.fullmatch(line["name"])
-            if name is None:
-                raise ValueError(f"{path.name}, line {number}: {line['name']} is no name of this study")
-            ended = line["outcome"] == "finished" and line["evaluations"]
-            found[line["name"]] = Run(
-                group=f"{name['task']}_{name['method']}_{name['rest']}",
-                lr=float(name["lr"]),
-                seed=int(name["seed"]),
-                losses=line["evaluations"][-1][1] if ended else {},
-            )
-    return list(found.values())
+    runs = [run for path in paths for run in Finished.read([path]).values()]
+    for run in runs:
+        check_origin(run.config.get("seed"), dict(run.environment), run.name)
+    return list({run.name: run for run in runs}.values())
 
 
 def read_bench(device: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -88,25 +61,27 @@ def read_bench(device: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 # --- The paper's statements -----------------------------------------------------------------------------
 
-Losses = dict[tuple[float, int], float]
-"""By learning rate and seed."""
+Losses = dict[float, dict[int, float | None]]
+"""By learning rate and seed; None where a run diverged."""
 
 TASKS = {
-    "pretraining, 7M": ("gpt", 4000),
-    "fine-tuning, 135M": ("sft", 300),
+    "pretraining, 7M": ("gpt:7m", 4000),
+    "fine-tuning, 135M": ("SmolLM2-135M-Instruct", 300),
     "pretraining, 124M": ("gpt2", 1200),
 }
-_PLAIN = "-b0.9-0.999-w0.01"
+TUNED = "SmolLM2-135M-Instruct"
+_PLAIN = "betas=(0.9,0.999),weight_decay=0.01"
+_PULL = "pace:gain=paper,pullback_strength={},ema_power={},update_every=1," + _PLAIN
 METHODS = {
-    ("AdamW", "sft"): "adamw-b0.9-0.999-w0.1",
-    ("AdamW", ""): "adamw" + _PLAIN,
-    ("Schedule-Free", "sft"): "schedule_free-b0.9-0.999-w0.05",
-    ("Schedule-Free", ""): "schedule_free-b0.9-0.999-w0.1",
-    ("PACE", "sft"): "pace-paper-c0.03-k0.5-u1" + _PLAIN,
-    ("PACE", ""): "pace-paper-c0.003-k0.5-u1" + _PLAIN,
-    ("harder PACE", ""): "pace-paper-c0.01-k0.3-u1" + _PLAIN,
+    ("AdamW", TUNED): "adamw:betas=(0.9,0.999),weight_decay=0.1",
+    ("AdamW", ""): f"adamw:{_PLAIN}",
+    ("Schedule-Free", TUNED): "schedule_free:betas=(0.9,0.999),weight_decay=0.05",
+    ("Schedule-Free", ""): "schedule_free:betas=(0.9,0.999),weight_decay=0.1",
+    ("PACE", TUNED): _PULL.format(0.03, 0.5),
+    ("PACE", ""): _PULL.format(0.003, 0.5),
+    ("harder PACE", ""): _PULL.format(0.01, 0.3),
 }
-"""The settings that the choosing seed gave each method, by method and task."""
+"""The settings that the choosing seed gave each method, by method and model."""
 
 
 @dataclass(frozen=True)
@@ -118,25 +93,35 @@ class Side:
     schedule: str = "constant"
     is_beside: bool = False
     """Whether the best average kept next to the run is returned, in place of the method's own weights."""
+
     is_fresh: bool = False
     """Whether the choosing seed is left out, because it chose these settings by this very difference."""
 
-    def losses(self, runs: Sequence[Run], task: str, steps: int) -> Losses:
-        """Return the final losses; infinite where a run diverged."""
-        slug = METHODS.get((self.method, task)) or METHODS[self.method, ""]
-        own = [run for run in runs if run.group == f"{task}_{slug}_{self.schedule}_{steps}"]
+    def losses(self, runs: Sequence[Finished], model: str, steps: int) -> Losses:
+        """Return the final losses; None where a run diverged."""
+        optimizer = METHODS.get((self.method, model)) or METHODS[self.method, ""]
+        wanted = (model, optimizer, self.schedule, steps)
+        own = [
+            run
+            for run in runs
+            if (run["model"], run["optimizer"], run["schedule"].partition(":")[0], run["steps"]) == wanted
+        ]
         view = "live" if self.method == "AdamW" else "average"
         if self.is_beside and own:
-            chosen = [run for run in own if run.seed == CHOOSING] or own
-            view = min((y, v) for run in chosen for v, y in run.losses.items() if v.startswith("power_"))[1]
-        counted = [run for run in own if not (self.is_fresh and run.seed == CHOOSING)]
-        return {(run.lr, run.seed): run.losses.get(view, math.inf) for run in counted}
+            ends = [run.evaluations[-1][1] for run in own if run.seed == CHOOSING and not run.diverged]
+            view = min((y, v) for end in ends for v, y in end.items() if y and v.startswith("power_"))[1]
+        found: Losses = {}
+        for run in (run for run in own if not (self.is_fresh and run.seed == CHOOSING)):
+            found.setdefault(run.lr, {})[run.seed] = replace(run, returned=view).loss
+        return found
 
 
 def best_rate(losses: Losses) -> float:
     """Return the learning rate with the lowest loss of the choosing seed, or the only one."""
-    chosen = {place: loss for place, loss in losses.items() if place[1] == CHOOSING} or losses
-    return min(chosen, key=chosen.__getitem__)[0]
+    every = [
+        (loss, lr, seed) for lr, seeds in losses.items() for seed, loss in seeds.items() if loss is not None
+    ]
+    return min([found for found in every if found[2] == CHOOSING] or every)[1]
 
 
 EMA = Side("AdamW's best EMA", "AdamW", is_beside=True)
@@ -159,39 +144,35 @@ CLAIMS: tuple[tuple[Side, Side, float | None], ...] = (
 
 def compared(own: Losses, other: Losses, rate: float, other_rate: float) -> str:
     """Return the mean difference seed by seed, its standard error, the count of seeds, and a verdict."""
-    seeds = sorted(s for lr, s in own if math.isclose(lr, rate) and (other_rate, s) in other)
-    at = next((lr for lr, _ in own if math.isclose(lr, rate)), rate)
-    differences = [own[at, seed] - other[other_rate, seed] for seed in seeds]
-    if not differences:
+    pairs = ((x, other.get(other_rate, {}).get(seed)) for seed, x in own.get(rate, {}).items())
+    mean = Mean.of(x - y for x, y in pairs if x is not None and y is not None)
+    if mean is None:
         return ""
-    if len(differences) == 1:
-        return f"{differences[0]:+.3f} (1): not settled"
-    mean, error = fmean(differences), stdev(differences) / math.sqrt(len(differences))
-    margin = max(stats.t.ppf(0.975, len(differences) - 1) * error, SMALLEST)
+    if mean.error is None:
+        return f"{mean.value:+.3f} (1): not settled"
     verdict = "not settled"
-    if abs(mean) > margin:
-        verdict = "lower" if mean < 0 else "higher"
-    elif max(abs(mean), error) <= SMALLEST and len(differences) > 2:
+    if abs(mean.value) > max(mean.interval() or 0.0, SMALLEST):
+        verdict = "lower" if mean.value < 0 else "higher"
+    elif max(abs(mean.value), mean.error) <= SMALLEST and mean.n > 2:
         verdict = "tie"
-    return f"{mean:+.3f} ± {error:.3f} ({len(differences)}): {verdict}"
+    return f"{mean.value:+.3f} ± {mean.error:.3f} ({mean.n}): {verdict}"
 
 
-def verdicts(runs: Sequence[Run]) -> str:
+def verdicts(runs: Sequence[Finished]) -> str:
     """Return the table of all claims over all tasks."""
     rows = []
     for ours, theirs, times in CLAIMS:
         cells = []
-        for task, steps in TASKS.values():
-            own, other = ours.losses(runs, task, steps), theirs.losses(runs, task, steps)
-            has_rates = len({lr for lr, _ in own}) > 1
-            if not own or not other or not (has_rates or times is None):
+        for model, steps in TASKS.values():
+            own, other = ours.losses(runs, model, steps), theirs.losses(runs, model, steps)
+            if not own or not other or not (len(own) > 1 or times is None):
                 cells.append("")
             elif times is None:
                 cells.append(compared(own, other, best_rate(own), best_rate(other)))
             else:
-                at = times * best_rate(EMA.losses(runs, task, steps))
-                there = next((lr for lr, _ in other if math.isclose(lr, at)), at)
-                cells.append(compared(own, other, at, there))
+                at = times * best_rate(EMA.losses(runs, model, steps))
+                near = [next((lr for lr in each if math.isclose(lr, at)), at) for each in (own, other)]
+                cells.append(compared(own, other, *near))
         rate = "best" if times is None else f"{times:g} ×"
         rows.append([ours.words, theirs.words, rate, *cells])
     return markdown(["", "against", "learning rate", *TASKS], rows)
@@ -209,21 +190,22 @@ LINES: dict[Side, tuple[str, str]] = {
 }
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(runs: Sequence[Finished], path: Path) -> None:
     """Draw the loss over the learning rate, a panel for each task with more than one rate."""
     figure = Figure(figsize=(11, 4.4), dpi=110, layout="constrained", facecolor="white")
     for i, title in enumerate(list(TASKS)[:2], 1):
-        task, steps = TASKS[title]
+        model, steps = TASKS[title]
         axes = figure.add_subplot(1, 2, i)
-        lowest, rates = math.inf, sorted({lr for lr, _ in PACE.losses(runs, task, steps)})
+        lowest, rates = math.inf, sorted(PACE.losses(runs, model, steps))
         for side, (color, dashes) in LINES.items():
-            losses = side.losses(runs, task, steps)
-            found = [[loss for (lr, _), loss in losses.items() if lr == rate] for rate in rates]
-            means = [fmean(own) for own in found]
-            errors = [stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0 for own in found]
-            lowest = min(lowest, *means)
+            losses = side.losses(runs, model, steps)
+            whole = [lr for lr in rates if losses.get(lr) and None not in losses[lr].values()]
+            means = [Mean.of(x for x in losses[lr].values() if x is not None) for lr in whole]
+            known = [mean for mean in means if mean is not None]
+            lowest = min(lowest, *(mean.value for mean in known))
+            values, errors = [mean.value for mean in known], [mean.error or 0.0 for mean in known]
             axes.errorbar(
-                rates, means, errors, color=color, linestyle=dashes, marker="o", markersize=3,
+                whole, values, errors, color=color, linestyle=dashes, marker="o", markersize=3,
                 linewidth=1.4, label=side.words,
             )  # fmt: skip
         axes.set_xscale("log")
@@ -257,6 +239,22 @@ PLACES = {
 """Columns of the table of cost, with device and model of their record."""
 
 
+def simulated() -> str:
+    """Return how often the verdict claims what is not there, before and with its rules."""
+    path = sorted(RECORDS.glob("*-verdict-simulated.json"))[-1]
+    record = json.loads(path.read_text(encoding="utf-8"))
+    check_origin(record["seed"], record["environment"], path.name)
+    before, *_, now = ([*tables.values()] for tables in record["verdicts"].values())
+    rows = []
+    for seeds in (2, 3, 5):
+        false = [max(row["any"] for row in claims if row["seeds"] == seeds) for claims, _ in (before, now)]
+        wanted = {"rates": "four rates, flat", "seeds": seeds, "sd": 0.003}
+        right = [row["right"] for row in now[1] if wanted.items() <= row.items()]
+        rows.append([str(seeds), *(f"{value:.0f} %" for value in (*false, *right))])
+    head = ["seeds", "claims nothing backs, before", "now", "0.005 nats settled", "0.01", "0.02"]
+    return markdown(head, rows)
+
+
 def cost() -> str:
     """Return bytes by arithmetic, and the measured times of a step as multiples of torch's AdamW."""
     records = {device: read_bench(device) for device in ("cpu", "h200")}
@@ -275,7 +273,7 @@ def cost() -> str:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+    return Listing(columns=tuple(head), rows=tuple(map(tuple, rows)), numeric=(False,) * len(head)).markdown()
 
 
 # --- Pages ----------------------------------------------------------------------------------------------
@@ -289,14 +287,15 @@ def filled(page: str, tables: dict[str, Callable[[], str]]) -> str:
 
 
 def main() -> None:
-    """Write both pages and the figure, and print their paths."""
+    """Write the pages and the figure, and print their paths."""
     runs = read_runs(sorted(RECORDS.glob("*-evidence-*.jsonl")))
     tables: dict[str, Callable[[], str]] = {
         "verdicts": lambda: verdicts(runs),
         "push": lambda: section("Report at 7M: push against each other method"),
         "cost": cost,
+        "simulated": simulated,
     }
-    for name in ("results.md", "cost.md"):
+    for name in ("results.md", "cost.md", "compare.md"):
         page = DOCS / name
         page.write_text(filled(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
         print(page)

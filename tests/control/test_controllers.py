@@ -1,8 +1,8 @@
 """Every statement about control by a second route, and every erratum where the printed formula fails.
 
-The second routes: Riccati equations integrated here, finite differences, dynamic programming on the Euler
-chain, the algebraic Riccati equation, exact moments of any linear feedback, least squares over all affine
-policies, conditioning of joint Gaussians, 60 digits, and Monte Carlo.
+The second routes: Riccati equations integrated here, dynamic programming on the Euler chain, the algebraic
+Riccati equation, exact moments of any linear feedback, least squares over all affine policies, conditioning
+of a joint Gaussian, 60 digits, and Monte Carlo.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import mpmath
 import numpy as np
 import pytest
 from scipy.integrate import quad_vec, solve_ivp
-from scipy.linalg import expm, solve_continuous_are, solve_discrete_are
+from scipy.linalg import expm, solve_continuous_are
 
 from paceline.control import gains, simulate
 from paceline.control.gains import (
@@ -20,7 +20,6 @@ from paceline.control.gains import (
     original_gain_far,
     original_gains,
     original_gains_matrix,
-    original_problem,
     original_riccati,
     original_riccati_matrix,
     practical_gain,
@@ -28,14 +27,15 @@ from paceline.control.gains import (
     relaxed_gain_far,
     relaxed_problem,
 )
-from paceline.control.lqg import LQG, scalar_riccati, with_final_cost, with_running_cost
+from paceline.control.lqg import LQG, scalar_riccati
 from paceline.control.simulate import Diffusion
 from paceline.control.unknown import Seen, certainty_equivalent_control, flat_prior_estimate, posterior
 
-pytestmark = pytest.mark.slow  # half a minute together: not part of `make check`
+pytestmark = pytest.mark.slow  # a quarter of a minute together: not part of `make check`
 
 # A scalar problem on which many controllers are compared; its best cost is 0.0694755.
 ALPHA, PENALTY, HORIZON, START, VARIANCE = 0.8, 0.05, 4.0, 1.3, 0.49
+
 
 SKEWED = {
     1: np.array([[0.7]]),
@@ -45,11 +45,11 @@ SKEWED = {
 }
 
 
-# --- Second routes --------------------------------------------------------------------------------------
+# --- Second routes -------------------------------------------------------------------------------------
 
 
 def general_problem(n, m, horizon=1.5):
-    """All seven matrices different from the identity, input and noise not square."""
+    """All matrices different from the identity, input and noise not square."""
     rng = np.random.default_rng(10 * n + m)
     half_q, half_f, half_r = rng.normal(size=(n, n)), rng.normal(size=(n, n)), rng.normal(size=(m, m))
     return {
@@ -64,6 +64,10 @@ def general_problem(n, m, horizon=1.5):
 
 
 SIZES = [(1, 1), (2, 1), (3, 2), (4, 4)]
+
+
+def lqg(*, noise, **given):
+    return LQG(**given)
 
 
 def backward(slope, end, horizon, times):
@@ -84,12 +88,6 @@ def backward(slope, end, horizon, times):
 def riccati_slope(p, *, drift, input, running_cost, control_cost, **_):
     gain = np.linalg.solve(control_cost, input.T @ p)
     return drift.T @ p + p @ drift - p @ input @ gain + running_cost
-
-
-def time_derivative(value, time, step):
-    """By five points, right to step⁴."""
-    one, two = (value(time + step) - value(time - step), value(time + 2 * step) - value(time - 2 * step))
-    return (8 * one - two) / (12 * step)
 
 
 def feedback_cost(gain, start, compared=None, *, drift, input, noise, running_cost, final_cost, **others):
@@ -164,18 +162,16 @@ class Impulses:
         return drawn
 
 
-def impulse_responses(problem, controller, start, mean, root, steps, method):
+def impulse_responses(problem, controller, start, mean, root, steps):
     """The paths of `simulate` from unit kicks of noise and prior, and μ of each path."""
     d = len(problem.matrix)
-    count = d + steps * (2 * d if method == "exact" else d)
+    count = d + 2 * d * steps
     optimum = np.tile(np.asarray(mean, float), (1 + 2 * count, 1))
     optimum[1 : 1 + d] += np.asarray(root, float).T
     optimum[1 + count : 1 + count + d] -= np.asarray(root, float).T
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np.random, "default_rng", lambda seed: Impulses(1 + d, count))
-        paths = simulate.simulate(
-            problem, controller, start, optimum, steps=steps, paths=len(optimum), method=method
-        )
+        paths = simulate.simulate(problem, controller, start, optimum, steps=steps, paths=len(optimum))
     return paths, optimum
 
 
@@ -185,10 +181,34 @@ def mean_over_kicks(each):
     return each[0] + np.sum((plus + minus) / 2 - each[0])
 
 
-def exact_cost(problem, controller, start, mean, root, steps, method="euler", penalty=None):
-    paths, optimum = impulse_responses(problem, controller, start, mean, root, steps, method)
-    penalty = problem.penalty if penalty is None else penalty
+def exact_cost(problem, controller, start, mean, root, steps, penalty):
+    paths, optimum = impulse_responses(problem, controller, start, mean, root, steps)
     return mean_over_kicks(np.sum((paths.mean - optimum) ** 2, axis=1) + penalty * paths.effort)
+
+
+def chain_costs(problem, controller, start, mean, root, steps):
+    """Exact costs of a controller on the Euler chain: of the squared mean, and of the mean of squares."""
+    d, dt = len(problem.matrix), problem.horizon / steps
+    count = d * (1 + steps)
+    kicks = (
+        np.eye(count).reshape(count, 1 + steps, d).swapaxes(0, 1)
+    )  # each path gets one: μ's first, then noise
+    kicks = np.concatenate([np.zeros((1 + steps, 1, d)), kicks, -kicks], axis=1)
+    optimum = np.asarray(mean) + kicks[0] @ np.asarray(root).T
+    begin = weights = np.tile(np.broadcast_to(np.asarray(start, float), d), (1 + 2 * count, 1))
+    integral, control, effort, squares = 0 * weights, 0 * weights, 0.0, 0.0
+    for k in range(steps):
+        u = controller(Seen(time=k * dt, start=begin, weights=weights, integral=integral, control=control))
+        squares = squares + np.sum((weights - optimum) ** 2, axis=1) / steps
+        integral, control, effort = (
+            integral + dt * weights,
+            control + dt * u,
+            effort + dt * np.sum(u**2, axis=1),
+        )
+        noise = kicks[1 + k] @ np.linalg.cholesky(problem.noise * dt).T
+        weights = weights + dt * ((optimum - weights) @ problem.matrix.T + u) + noise
+    returned = np.sum((integral / problem.horizon - optimum) ** 2, axis=1)
+    return tuple(mean_over_kicks(each + problem.penalty * effort) for each in (returned, squares))
 
 
 def relative(ours, reference):
@@ -206,175 +226,84 @@ def digits(ours, reference):
     )
 
 
-# --- thm:lqg --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n", "m"), SIZES)
-def test_riccati_fulfils_its_equation_and_its_final_value(n, m):
-    given = general_problem(n, m)
-    problem = LQG(**given)
-    assert np.allclose(problem.riccati(1.5), given["final_cost"], rtol=0, atol=1e-14)
-    for time in (0.1, 0.7, 1.3):
-        value = problem.riccati(time)
-        residual = time_derivative(problem.riccati, time, 1e-3) + riccati_slope(value, **given)
-        assert np.max(np.abs(residual)) < 2e-8 * max(1.0, np.max(np.abs(value)))
-        assert np.array_equal(value, value.T)
-        assert np.linalg.eigvalsh(value)[0] > 0
+# --- thm:lqg -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
 def test_riccati_is_what_backward_integration_finds(n, m):
     given = general_problem(n, m)
-    problem = LQG(**given)
+    problem = lqg(**given)
     times = [0.9, 0.0, 1.5, 0.3]
     expected = backward(lambda p: riccati_slope(p, **given), given["final_cost"], 1.5, times)
     assert relative(np.array([problem.riccati(t) for t in times]), expected) < 1e-9
-    assert relative(problem.riccati_by_ode(times), expected) < 1e-9
-
-
-@pytest.mark.parametrize(("n", "m"), SIZES)
-def test_dynamic_programming_on_the_euler_chain_converges_to_the_gain(n, m):
-    given = general_problem(n, m)
-    problem = LQG(**given)
-    errors = []
-    for steps in (200, 400, 800):
-        found = chain_gains(steps, **given)
-        spots = [0, steps // 4, steps // 2]
-        errors.append(max(relative(found[k], problem.gain(k * 1.5 / steps)) for k in spots))
-    assert errors[-1] < 0.05
-    assert errors[0] / errors[1] == pytest.approx(2, abs=0.3)
-    assert errors[1] / errors[2] == pytest.approx(2, abs=0.2)
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
 def test_a_long_horizon_gives_the_algebraic_riccati_equation(n, m):
     given = general_problem(n, m, horizon=60.0)
-    steady = solve_continuous_are(
-        given["drift"], given["input"], given["running_cost"], given["control_cost"]
-    )
-    assert relative(LQG(**given).riccati(0.0), steady) < 1e-9
-
-
-@pytest.mark.parametrize(("n", "m"), SIZES)
-def test_the_best_cost_is_that_of_the_moments_under_the_best_gain(n, m):
-    given = general_problem(n, m)
-    problem, start = LQG(**given), np.linspace(-1.0, 2.0, n)
-    assert problem.cost(start) == pytest.approx(feedback_cost(problem.gain, start, **given), rel=1e-8)
+    names = ("drift", "input", "running_cost", "control_cost")
+    steady = solve_continuous_are(*(given[name] for name in names))
+    assert relative(lqg(**given).riccati(0.0), steady) < 1e-9
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
 def test_any_other_gain_costs_more_by_the_square_of_the_difference(n, m):
     """J(u) − J* = E ∫ (u − u*)' R (u − u*), which is 0 for u* only."""
     given = general_problem(n, m)
-    problem, start = LQG(**given), np.linspace(-1.0, 2.0, n)
-    aside = np.random.default_rng(0).normal(size=(m, n))
+    problem, start = lqg(**given), np.linspace(-1.0, 2.0, n)
+    aside, best = np.random.default_rng(0).normal(size=(m, n)), feedback_cost(problem.gain, start, **given)
     for other in (
         lambda t: 0.8 * problem.gain(t),
-        lambda t: 1.2 * problem.gain(t),
         lambda t: problem.gain(t) + 0.3 * np.sin(3 * t) * aside,
         lambda _: np.zeros((m, n)),
     ):
         cost, more = feedback_cost(other, start, problem.gain, **given)
         assert more > 1e-4
-        assert cost - problem.cost(start) == pytest.approx(more, rel=1e-6)
-
-
-def test_monte_carlo_of_a_general_problem_costs_what_the_theorem_says():
-    given = general_problem(2, 1)
-    problem, start = LQG(**given), np.array([1.0, -0.5])
-    rng, steps, paths = np.random.default_rng(5), 300, 20000
-    dt = 1.5 / steps
-    x, cost = np.tile(start, (paths, 1)), np.zeros(paths)
-    for k in range(steps):
-        u = -x @ problem.gain(k * dt).T
-        cost += dt * np.einsum("pi,ij,pj->p", x, given["running_cost"], x)
-        cost += dt * np.einsum("pi,ij,pj->p", u, given["control_cost"], u)
-        kick = np.sqrt(dt) * rng.standard_normal((paths, 3)) @ given["noise"].T
-        x = x + dt * (x @ given["drift"].T + u @ given["input"].T) + kick
-    cost += np.einsum("pi,ij,pj->p", x, given["final_cost"], x)
-    error = np.std(cost) / np.sqrt(paths)
-    assert abs(np.mean(cost) - problem.cost(start)) < 3 * error
-    assert error < 0.01 * problem.cost(start)
-
-
-def test_a_long_problem_costs_its_steady_state_per_unit_of_time():
-    """Long and fast enough for the implicit integrator."""
-    problem = LQG(drift=[[-1.0]], horizon=4e3, running_cost=[[3.0]], control_cost=[[1.0]], noise=[[2.0]])
-    # p = 1 solves −2p − p² + 3 = 0. From p = 0 the integral lacks ∫ 1 − p dτ = ∫ 4/(3e^(4τ) + 1) dτ.
-    expected = 4.0 * (4e3 - np.log(4 / 3)) + 5.0**2
-    assert problem.cost([5.0]) == pytest.approx(expected, rel=1e-9)
-    assert problem.riccati(0.0).item() == pytest.approx(1.0, rel=1e-12)
-
-
-def test_defaults_are_no_cost_of_the_state_and_identities():
-    a = SKEWED[3]
-    plain = LQG(drift=a, horizon=2.0, control_cost=np.eye(3))
-    assert np.array_equal(plain.gain(0.0), np.zeros((3, 3)))
-    assert plain.cost(np.ones(3)) == 0.0
-    full = {"input": np.eye(3), "noise": np.eye(3), "running_cost": np.zeros((3, 3))}
-    short = LQG(drift=a, horizon=2.0, control_cost=np.eye(3), final_cost=np.eye(3))
-    long = LQG(drift=a, horizon=2.0, control_cost=np.eye(3), final_cost=np.eye(3), **full)
-    assert short.cost(np.ones(3)) == long.cost(np.ones(3))
-    assert np.array_equal(short.gain(0.5), long.gain(0.5))
-
-
-@pytest.mark.parametrize("d", [1, 2, 3, 4])
-def test_running_cost_corollary(d):
-    a, q, r, times = -SKEWED[d], 0.7, 0.4, [0.0, 0.8, 2.0]
-    expected = backward(lambda p: a.T @ p + p @ a - p @ p / r + q * np.eye(d), np.zeros((d, d)), 2.0, times)
-    problem = with_running_cost(a, q, r, 2.0)
-    for time, value in zip(times, expected, strict=True):
-        assert np.allclose(problem.riccati(time), value, rtol=0, atol=1e-10)
-        assert np.allclose(problem.gain(time), value / r, rtol=0, atol=1e-10)
+        assert cost - best == pytest.approx(more, rel=1e-6)
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 4])
 def test_final_cost_corollary(d):
     """Without a running cost P⁻¹ follows a linear equation, whose solution is an integral."""
-    a, q, r = -SKEWED[d], 0.7, 0.4
-    problem = with_final_cost(a, q, r, 2.0)
-    for time in (0.0, 0.8, 2.0):
-        left = 2.0 - time
+    a, q, r, one = -SKEWED[d], 0.7, 0.4, np.eye(d)
+    problem = LQG(drift=a, horizon=2.0, final_cost=q * one, control_cost=r * one)
+    for left in (2.0, 1.2, 0.0):
         grown = quad_vec(lambda s: expm(-a * s) @ expm(-a.T * s), 0.0, left, epsabs=1e-12)[0] / r
         inverse = expm(-a * left) @ expm(-a.T * left) / q + grown
-        assert relative(problem.riccati(time), np.linalg.inv(inverse)) < 1e-10
-        assert relative(problem.gain(time), np.linalg.inv(inverse) / r) < 1e-10
+        assert relative(problem.gain(2.0 - left), np.linalg.inv(inverse) / r) < 1e-10
 
 
 def test_E1_noise_enters_as_an_increment():
-    """With C W dt in place of C dW the end would have variance c² T³/3, not c² T. Control is too dear."""
-    problem = LQG(drift=[[0.0]], horizon=5.0, final_cost=[[1.0]], control_cost=[[1e12]], noise=[[0.3]])
-    assert problem.cost([0.0]) == pytest.approx(0.3**2 * 5.0, rel=1e-9)
-    assert problem.cost([0.0]) != pytest.approx(0.3**2 * 5.0**3 / 3, rel=0.5)
+    """With C W dt in place of C dW the end would have variance c² T³/3, not c² T."""
+    problem = Diffusion(curvature=1e-9, horizon=5.0, covariance=0.3**2)
+    paths, _ = impulse_responses(problem, simulate.uncontrolled, 0.0, [0.0], [[0.0]], 4)
+    variance = mean_over_kicks(paths.last[:, 0] ** 2)
+    assert variance == pytest.approx(0.3**2 * 5.0, rel=1e-7)
+    assert variance != pytest.approx(0.3**2 * 5.0**3 / 3, rel=0.5)
 
 
 def test_E2_the_printed_sign_of_the_final_cost_equation_is_wrong():
     a, q, r, end, one = SKEWED[2], 0.3, 0.5, 2.0, np.eye(2)
-    problem = with_final_cost(a, q, r, end)
-    value, slope = problem.riccati(0.5), time_derivative(problem.riccati, 0.5, 1e-3)
-    right_side = a.T @ value + value @ a - value @ value / r
-    assert np.max(np.abs(-slope - right_side)) < 1e-9  # ours
-    assert np.max(np.abs(slope - right_side)) > 0.1  # as printed
-    times = np.linspace(0.0, end, 41)
-    printed = backward(lambda p: -(a.T @ p + p @ a - p @ p / r), q * one, end, times)
     given = {"drift": a, "input": one, "noise": one, "running_cost": 0 * one}
     given |= {"final_cost": q * one, "control_cost": r * one, "horizon": end}
+    problem, start, times = lqg(**given), np.array([1.0, -1.0]), np.linspace(0.0, end, 41)
+    printed = backward(lambda p: -(a.T @ p + p @ a - p @ p / r), q * one, end, times)
 
     def printed_gain(t):
         return np.array([[np.interp(t, times, printed[:, i, j]) for j in (0, 1)] for i in (0, 1)]) / r
 
-    start = np.array([1.0, -1.0])
-    assert problem.cost(start) == pytest.approx(feedback_cost(problem.gain, start, **given), rel=1e-8)
-    assert feedback_cost(printed_gain, start, **given) > 1.2 * problem.cost(start)
+    ours = feedback_cost(problem.gain, start, **given)
+    assert feedback_cost(printed_gain, start, **given) > 1.2 * ours
 
 
 def test_E3_a_semidefinite_control_cost_is_refused():
     flat = np.diag([1.0, 0.0])
-    assert_refused(lambda: LQG(drift=np.eye(2), horizon=1.0, control_cost=flat), "control_cost", flat)
+    with pytest.raises(ValueError, match=r"^Invalid control_cost: "):
+        LQG(drift=np.eye(2), horizon=1.0, control_cost=flat)
     assert LQG(drift=np.eye(2), horizon=1.0, control_cost=np.eye(2), running_cost=flat).gain(0.0).any()
 
 
-# --- lem:scalar-riccati-solution ------------------------------------------------------------------------
+# --- lem:scalar-riccati-solution -----------------------------------------------------------------------
 
 
 SCALARS = [  # a, q, r, q_f
@@ -394,17 +323,6 @@ def test_scalar_riccati_is_what_backward_integration_finds(a, q, r, qf):
     assert np.allclose(scalar_riccati(a, q, r, qf, 3.0, times), expected, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize(("a", "q", "r", "qf"), SCALARS)
-def test_scalar_riccati_fulfils_its_equation(a, q, r, qf):
-    def value(time):
-        return scalar_riccati(a, q, r, qf, 3.0, time)
-
-    for time in (0.5, 1.5, 2.5):
-        p = value(time)
-        assert time_derivative(value, time, 1e-3) + 2 * a * p - p**2 / r + q == pytest.approx(0, abs=1e-9)
-    assert value(3.0) == pytest.approx(qf, rel=1e-14, abs=1e-300)
-
-
 def test_scalar_riccati_stays_at_its_fixed_points():
     a, q, r = 0.6, 0.5, 0.4
     upper = r * (a + np.sqrt(a**2 + q / r))
@@ -417,15 +335,7 @@ def test_scalar_riccati_is_nothing_where_nothing_costs_also_for_a_long_unstable_
     assert scalar_riccati(1000.0, 0.0, 1.0, 0.0, 1.0, 0.0) == 0.0
 
 
-def test_scalar_riccati_broadcasts():
-    a, times = np.array([[-1.0], [0.0], [2.0]]), np.array([0.0, 1.0])
-    together = scalar_riccati(a, 0.3, 0.5, 1.0, 3.0, times)
-    assert together.shape == (3, 2)
-    for i, j in np.ndindex(3, 2):
-        assert together[i, j] == scalar_riccati(a[i, 0], 0.3, 0.5, 1.0, 3.0, times[j])
-
-
-# --- thm:optimal_control_relaxed ------------------------------------------------------------------------
+# --- thm:optimal_control_relaxed -----------------------------------------------------------------------
 
 
 def printed_relaxed_gain(alpha, lam, end, time):
@@ -462,54 +372,6 @@ def test_relaxed_problem_of_a_diagonal_matrix_has_the_scalar_gains():
     assert np.allclose(gain, np.diag(relaxed_gain(alphas, 0.2, 5.0, 1.5)), rtol=0, atol=1e-11)
 
 
-def test_relaxed_gain_far_from_the_end_is_the_algebraic_riccati_equation():
-    alpha, lam, end = 0.7, 0.3, 50.0
-    one = np.eye(1)
-    steady = solve_continuous_are(-alpha * one, one, one / end, lam * one).item() / lam
-    assert relaxed_gain_far(alpha, lam, end) == pytest.approx(0.046100976, abs=1e-9)
-    assert relaxed_gain_far(alpha, lam, end) == pytest.approx(steady, rel=1e-10)
-    assert relaxed_gain(alpha, lam, end, 0.0) == pytest.approx(steady, rel=1e-10)
-    dt = 1e-4
-    chain = solve_discrete_are((1 - dt * alpha) * one, dt * one, dt / end * one, dt * lam * one).item()
-    assert dt * (1 - dt * alpha) * chain / (dt * lam + dt**2 * chain) == pytest.approx(steady, rel=1e-4)
-
-
-@pytest.mark.parametrize("alpha", [-3.0, 0.0, 0.2, 4.0])
-def test_relaxed_gain_leaves_its_far_approximation_exponentially(alpha):
-    lam, end = 0.05, 10.0
-    omega = np.sqrt(alpha**2 + 1 / (lam * end))
-    far = relaxed_gain_far(alpha, lam, end)
-    assert far**2 + 2 * alpha * far == pytest.approx(1 / (lam * end), rel=1e-12)
-    left = np.array([4.0, 5.0]) / omega
-    lost = 1 - relaxed_gain(alpha, lam, end, end - left) / far
-    # 1 − (1 − e)/(1 + c e) is about (1 + c) e.
-    assert np.allclose(lost, 2 * omega / (omega + alpha) * np.exp(-2 * omega * left), rtol=0.05)
-
-
-@pytest.mark.parametrize("factor", [0.8, 1.2])
-def test_a_relaxed_gain_times_a_factor_costs_more(factor):
-    lam, end = 0.05, 4.0
-    one = np.eye(1)
-    given = {"drift": -0.8 * one, "input": one, "noise": 0.7 * one, "running_cost": one / end}
-    given |= {"final_cost": 0 * one, "control_cost": lam * one, "horizon": end}
-    best = relaxed_problem(0.8, lam, end, 0.49).cost([1.3])
-
-    def cost(times):
-        gain = lambda t: times * relaxed_gain(0.8, lam, end, min(t, end)).reshape(1, 1)  # noqa: E731
-        return feedback_cost(gain, np.array([1.3]), **given)
-
-    assert cost(1.0) == pytest.approx(best, rel=1e-8)
-    assert cost(factor) > 1.002 * best
-
-
-def test_the_relaxed_objective_is_never_below_the_original():
-    """Jensen, for the best of each."""
-    for alpha, lam, end, start in itertools.product((0.1, 2.0), (0.01, 1.0), (1.0, 20.0), (0.0, 3.0)):
-        assert original_cost(start, alpha, lam, end, 0.5) < relaxed_problem(alpha, lam, end, 0.5).cost(
-            [start]
-        )
-
-
 def test_E5_the_printed_riccati_solution_has_the_wrong_sign():
     alpha, lam, end, left = 0.7, 0.4, 5.0, 2.3
     omega = np.sqrt(alpha**2 + 1 / (lam * end))
@@ -532,10 +394,10 @@ def test_E6_the_gain_needs_its_factor():
     as_printed = lambda seen: np.full_like(seen.weights, gain)  # noqa: E731
     none = np.zeros((1, 1))
     for start in (0.0, 2.0):
-        costs = [
-            exact_cost(problem, control, start, [0.0], none, 200) for control in (with_factor, as_printed)
-        ]
-        assert costs[0] < 0.6 * costs[1]
+        right, printed = (
+            chain_costs(problem, control, start, [0.0], none, 200)[0] for control in (with_factor, as_printed)
+        )
+        assert right < 0.6 * printed
 
 
 def test_E7_the_scale_on_which_the_exponential_vanishes_is_at_most_one_over_two_alpha():
@@ -557,7 +419,7 @@ def test_E7b_only_one_of_the_two_gains_leads_to_the_algorithm():
     assert original_gains(alpha, lam, end, 0.0).toward == pytest.approx(0.0024, abs=5e-5)
 
 
-# --- thm:original_objective and thm:optimal_control_solution --------------------------------------------
+# --- thm:original_objective and thm:optimal_control_solution -------------------------------------------
 
 
 def mns_slope(blocks, a, lam):
@@ -603,33 +465,6 @@ def test_matrix_riccati_is_what_backward_integration_finds(name, lam):
         assert relative(gain.balance, expected[1] / lam) < 1e-9
 
 
-@pytest.mark.parametrize("name", MATRICES)
-def test_matrix_riccati_fulfils_the_printed_equations_and_final_values(name):
-    a, lam, end = MATRICES[name], 0.05, 3.0
-
-    def value(time):
-        return np.array(original_riccati_matrix(a, lam, end, time))
-
-    for time in (0.3, 1.7, 2.8):
-        residual = time_derivative(value, time, 1e-3) + mns_slope(value(time), a, lam)
-        assert np.max(np.abs(residual)) < 1e-8
-    last = [np.zeros_like(a), np.zeros_like(a), np.eye(len(a)) / 9.0]
-    assert np.allclose(value(3.0), last, rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("d", [2, 3, 4])
-def test_blocks_are_those_of_the_doubled_problem(d):
-    a, lam, end, time = SKEWED[d], 0.05, 3.0, 0.4
-    m, n, s = original_riccati_matrix(a, lam, end, time)
-    problem = original_problem(a, lam, end)
-    assert relative(problem.riccati(time), np.block([[m, n], [n.T, s]])) < 1e-9
-    together = original_gains_matrix(a, lam, end, time)
-    assert relative(problem.gain(time), np.hstack([together.toward, together.balance])) < 1e-9
-    given = returned_mean_problem(a, lam, end, np.eye(d))
-    assert relative(problem.riccati(0.0), backward(
-        lambda p: riccati_slope(p, **given), given["final_cost"], end, [0.0])[0]) < 1e-9  # fmt: skip
-
-
 @pytest.mark.parametrize("alpha", [-2.0, -0.3, 0.0, 1e-7, 0.4, 3.0])
 @pytest.mark.parametrize("lam", [0.003, 0.5])
 def test_scalar_riccati_of_the_mean_fulfils_the_printed_equations(alpha, lam):
@@ -638,16 +473,10 @@ def test_scalar_riccati_of_the_mean_fulfils_the_printed_equations(alpha, lam):
     times = np.array([0.0, 0.9, 2.9])
     ours = np.array(original_riccati(alpha, lam, end, times))
     assert np.allclose(ours, mns_backward(a, lam, end, times)[..., 0, 0].T, rtol=1e-9)
-
-    def value(time):
-        return np.array(original_riccati(alpha, lam, end, time)).reshape(3, 1, 1)
-
-    residual = time_derivative(value, 1.4, 1e-3) + mns_slope(value(1.4), a, lam)
-    assert np.max(np.abs(residual)) < 1e-8
-    assert np.array_equal(value(3.0).ravel(), [0.0, 0.0, lam / (lam * 9.0)])
+    assert np.array_equal(np.ravel(original_riccati(alpha, lam, end, 3.0)), [0.0, 0.0, lam / (lam * 9.0)])
 
 
-def test_a_diagonal_matrix_has_the_gains_of_its_entries():
+def test_a_diagonal_matrix_has_the_gains_of_its_entries_which_broadcast():
     alphas = np.array([0.0, 1e-8, 0.3, 2.0, -0.4])
     matrix, apart = (
         original_gains_matrix(np.diag(alphas), 0.02, 5.0, 1.5),
@@ -655,58 +484,13 @@ def test_a_diagonal_matrix_has_the_gains_of_its_entries():
     )
     assert np.allclose(matrix.toward, np.diag(apart.toward), rtol=0, atol=1e-14)
     assert np.allclose(matrix.balance, np.diag(apart.balance), rtol=0, atol=1e-14)
-    # A trace of asymmetry takes the way of general matrices.
     tilted = np.diag(alphas)
-    tilted[0, 4] = 1e-13
-    assert np.allclose(
-        original_gains_matrix(tilted, 0.02, 5.0, 1.5).toward, matrix.toward, rtol=0, atol=1e-12
-    )
-
-
-def test_gains_without_curvature_are_the_printed_ones_and_the_limit():
-    lam, end, times = 0.1, 5.0, np.array([0.0, 1.0, 4.5])
-    left = end - times
-    below = lam * end**2 + left**3 / 3
-    flat = original_gains(0.0, lam, end, times)
-    assert np.allclose(flat.toward, left**2 / below, rtol=1e-14)
-    assert np.allclose(flat.balance, left / below, rtol=1e-14)
-    for alpha in (1e-3, 1e-6, 1e-9, -1e-9, 1e-300):
-        near = original_gains(alpha, lam, end, times)
-        assert np.allclose(near.toward, flat.toward, rtol=10 * abs(alpha) + 1e-14)
-        assert np.allclose(near.balance, flat.balance, rtol=10 * abs(alpha) + 1e-14)
-
-
-def test_gains_broadcast():
-    alphas, times = np.array([[-1.0], [0.0], [2.0]]), np.array([0.0, 1.0])
-    together = original_gains(alphas, 0.1, 3.0, times)
-    for i, j in np.ndindex(3, 2):
-        one = original_gains(alphas[i, 0], 0.1, 3.0, times[j])
-        assert (together.toward[i, j], together.balance[i, j]) == (one.toward, one.balance)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.8, 4.0])
-def test_dynamic_programming_on_the_euler_chain_converges_to_the_gains_of_the_mean(alpha):
-    lam, end = 0.05, 4.0
-    given = returned_mean_problem(np.array([[alpha]]), lam, end, np.eye(1))
-    errors = []
-    for steps in (200, 400, 800, 1600):
-        found = np.array(chain_gains(steps, **given))[:, 0, :]
-        ours = np.column_stack(original_gains(alpha, lam, end, np.arange(steps) * end / steps))
-        errors.append(np.max(np.abs(found - ours)))
-    assert errors[-1] < 4e-3
-    assert np.allclose(np.divide(errors[:-1], errors[1:]), 2, atol=0.15)
-
-
-def test_dynamic_programming_on_the_euler_chain_converges_to_the_gains_of_a_matrix():
-    given = returned_mean_problem(SKEWED[3], 0.05, 3.0, np.eye(3))
-    errors = []
-    for steps in (200, 400, 800):
-        found = chain_gains(steps, **given)
-        spots = [0, steps // 2, 3 * steps // 4]
-        ours = [np.hstack(original_gains_matrix(SKEWED[3], 0.05, 3.0, k * 3.0 / steps)) for k in spots]
-        errors.append(max(relative(found[k], mine) for k, mine in zip(spots, ours, strict=True)))
-    assert errors[-1] < 0.02
-    assert np.allclose(np.divide(errors[:-1], errors[1:]), 2, atol=0.2)
+    tilted[0, 4] = 1e-13  # a trace of asymmetry takes the way of general matrices
+    general = original_gains_matrix(tilted, 0.02, 5.0, 1.5)
+    assert np.allclose(general.toward, matrix.toward, rtol=0, atol=1e-12)
+    together = original_gains(alphas[:, None], 0.02, 5.0, np.array([0.0, 1.5]))
+    assert np.array_equal(together.toward[:, 1], apart.toward)
+    assert np.array_equal(together.balance[:, 1], apart.balance)
 
 
 def test_the_best_cost_of_the_mean_is_that_of_the_moments_and_other_gains_cost_more():
@@ -727,59 +511,23 @@ def test_the_best_cost_of_the_mean_is_that_of_the_moments_and_other_gains_cost_m
         assert times(toward, balance) > 1.003 * cost
 
 
-@pytest.mark.parametrize("alpha", [-1.5, 0.0, 1e-6, 0.8, 5.0])
-@pytest.mark.parametrize("lam", [0.001, 0.5])
-def test_closed_form_of_the_best_cost_is_that_of_the_doubled_problem(alpha, lam):
-    problem = original_problem(alpha, lam, 3.0, 0.49)
-    assert original_cost(1.3, alpha, lam, 3.0, 0.49) == pytest.approx(problem.cost([1.3, 0.0]), rel=1e-8)
-
-
-def test_best_cost_of_coordinates_adds_up():
-    alphas, starts, variances = np.array([0.5, 2.0]), np.array([1.0, -2.0]), np.array([0.3, 0.8])
-    whole = original_problem(np.diag(alphas), 0.05, 3.0, np.diag(variances))
-    apart = original_cost(starts, alphas, 0.05, 3.0, variances)
-    assert np.sum(apart) == pytest.approx(whole.cost([*starts, 0.0, 0.0]), rel=1e-8)
-
-
 def test_best_cost_does_not_depend_on_what_else_is_in_the_array():
     alone = original_cost(0.0, 1.0, 1e8, 1e-3, 1.0)
     assert original_cost(0.0, [1.0, -1.0], 1e8, 1e-3, 1.0)[0] == pytest.approx(alone, rel=1e-12)
 
 
-def test_monte_carlo_of_the_best_control_costs_the_closed_form_and_factors_cost_more():
+def test_monte_carlo_of_the_best_control_costs_the_closed_form():
     problem = Diffusion(curvature=ALPHA, horizon=HORIZON, penalty=PENALTY, covariance=VARIANCE)
-    each = {}
-    for factor in (0.8, 1.0, 1.2):
-        control = simulate.knowing(problem, 2.0, factor)
-        paths = simulate.simulate(problem, control, 2.0 + START, 2.0, steps=400, paths=20000, seed=3)
-        each[factor] = (paths.mean[:, 0] - 2.0) ** 2 + PENALTY * paths.effort
-        if factor == 1.0:
-            cost, error = paths.cost(2.0, PENALTY)
-            assert (cost, error) == pytest.approx(
-                (np.mean(each[1.0]), np.std(each[1.0]) / 20000**0.5), rel=1e-4
-            )
+    control = simulate.knowing(problem, 2.0)
+    paths = simulate.simulate(problem, control, 2.0 + START, 2.0, steps=400, paths=20000, seed=3)
+    cost, error = paths.cost(2.0, PENALTY)
+    each = (paths.mean[:, 0] - 2.0) ** 2 + PENALTY * paths.effort
+    assert (cost, error) == pytest.approx((np.mean(each), np.std(each) / 20000**0.5), rel=1e-4)
     assert error < 6e-4
     assert abs(cost - original_cost(START, ALPHA, PENALTY, HORIZON, VARIANCE)) < 3 * error
-    for factor in (0.8, 1.2):  # the same noise: the difference is surer than either cost
-        worse = each[factor] - each[1.0]
-        assert np.mean(worse) > 3 * np.std(worse) / 20000**0.5
 
 
-def test_monte_carlo_of_a_matrix_costs_what_the_doubled_problem_says():
-    a, noise, mu, start = SKEWED[2], np.array([[0.5, 0.2], [0.2, 0.3]]), np.array([1.0, -1.0]), [2.0, 0.5]
-    problem = Diffusion(curvature=a, horizon=3.0, penalty=0.05, covariance=noise)
-    control = simulate.knowing(problem, mu)
-    cost, error = simulate.simulate(problem, control, start, mu, steps=60, paths=4000, seed=7).cost(mu, 0.05)
-    expected = original_problem(a, 0.05, 3.0, noise).cost([1.0, 1.5, 0.0, 0.0])
-    assert abs(cost - expected) < 3 * error
-    assert error < 0.03 * expected
-    # Without sampling, and in steps so short that the held control is the continuous one.
-    costs = [exact_cost(problem, control, start, mu, np.zeros((2, 2)), n, "exact") for n in (25, 50)]
-    assert costs[1] == pytest.approx(expected, rel=0.02)
-    assert 0 < costs[1] - expected < 0.6 * (costs[0] - expected)
-
-
-# --- Errata of the original objective -------------------------------------------------------------------
+# --- Errata of the original objective ------------------------------------------------------------------
 
 
 def corrected_below(alpha, lam, end, left):
@@ -847,51 +595,25 @@ def test_E9_the_printed_penalty_lacks_a_square_of_the_horizon():
 
 
 def test_E10_the_printed_gain_for_an_unknown_optimum_pushes_away_near_the_end():
-    def printed_below(alpha, lam, end, left):
-        e = np.exp(-alpha * left)
-        return alpha * lam * end**2 + left / alpha - 3 / (2 * alpha**2) * (1 - e)
-
     alpha, lam, end, left = 1.0, 1e-3, 4.0, 0.5
     e = np.exp(-alpha * left)
-    ours = original_gains(alpha, lam, end, end - left)
-    our_below = (1 - e) / ours.balance
-    assert our_below == pytest.approx(0.045, abs=5e-4)
-    assert printed_below(alpha, lam, end, left) == pytest.approx(-0.074, abs=5e-4)
-    gap = our_below - printed_below(alpha, lam, end, left)
-    assert gap == pytest.approx(e * (1 - e) / (2 * alpha**2), rel=1e-10)
-    # Before that the denominator is 0, so its cost is whatever the steps make of the pole.
-    problem = Diffusion(curvature=ALPHA, horizon=HORIZON, penalty=lam, covariance=VARIANCE)
-
-    def printed_control(seen):
-        left = HORIZON - seen.time
-        lost = 1 - np.exp(-ALPHA * left)
-        share = lost / printed_below(ALPHA, lam, HORIZON, left)
-        return -share * (lost / ALPHA * seen.weights + seen.integral)
-
-    none = np.zeros((1, 1))
-    best = original_cost(START, ALPHA, lam, HORIZON, VARIANCE)
-    for steps in (200, 400):
-        ours = exact_cost(problem, simulate.knowing(problem, 0.0), START, [0.0], none, steps)
-        assert ours == pytest.approx(best, rel=0.1)
-        assert exact_cost(problem, printed_control, START, [0.0], none, steps) > 5 * best
+    printed = alpha * lam * end**2 + left / alpha - 3 / (2 * alpha**2) * (1 - e)
+    our_below = (1 - e) / original_gains(alpha, lam, end, end - left).balance
+    assert (our_below, printed) == pytest.approx((0.045, -0.074), abs=5e-4)
+    assert our_below - printed == pytest.approx(e * (1 - e) / (2 * alpha**2), rel=1e-10)
 
 
 def test_E25_the_exact_gain_grows_until_just_before_the_end():
-    alpha, lam, end = 1.0, 0.01, 20.0
-    share = np.array([0.0, 0.25, 0.5, 0.75, 0.9])
-    toward, balance = original_gains(alpha, lam, end, share * end)
-    assert np.allclose(toward, [0.044, 0.057, 0.080, 0.131, 0.157], atol=6e-4)
-    fine = np.linspace(0.0, end, 2001)
-    toward, balance = original_gains(alpha, lam, end, fine)
-    assert fine[np.argmax(toward)] > 0.8 * end
+    """ "Most impactful in the early stages" would have it fall."""
+    times = np.linspace(0.0, 20.0, 2001)
+    toward, _ = original_gains(1.0, 0.01, 20.0, times)
+    assert np.allclose(toward[[0, 500, 1000, 1500, 1800]], [0.044, 0.057, 0.080, 0.131, 0.157], atol=6e-4)
+    assert times[np.argmax(toward)] > 0.8 * 20.0
     assert np.all(np.diff(toward[: np.argmax(toward)]) > 0)
     assert toward[-1] == 0.0
-    assert (balance[0] * fine[0], np.max(balance * fine)) == pytest.approx((0.0, 3.3), abs=0.05)
-    # "Most impactful in the early stages" would have it fall.
-    assert not np.any(toward[1:1600] < toward[0])
 
 
-# --- Practical control ----------------------------------------------------------------------------------
+# --- Practical control ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -930,16 +652,13 @@ def test_original_gain_far_drops_the_exponential_and_nothing_else(lam):
 
 def test_practical_control_pulls_toward_the_mean_so_far():
     problem = Diffusion(curvature=np.diag([0.5, 2.0]), horizon=8.0, penalty=0.1)
-    control = simulate.practical(problem, 1.5)
+    control = simulate.practical(problem)
     weights, integral = np.array([[1.0, 2.0], [0.0, -1.0]]), np.array([[6.0, 2.0], [4.0, 4.0]])
     seen = Seen(time=2.0, start=weights, weights=weights, integral=integral, control=weights)
     matrix = np.linalg.inv(np.eye(2) + 0.1 * problem.matrix @ problem.matrix * 8.0) / 8.0
-    assert np.allclose(control(seen), 1.5 * (integral / 2.0 - weights) @ matrix.T, rtol=1e-13)
+    assert np.allclose(control(seen), (integral / 2.0 - weights) @ matrix.T, rtol=1e-13)
     now = Seen(time=0.0, start=weights, weights=weights, integral=0 * weights, control=0 * weights)
     assert np.array_equal(control(now), np.zeros((2, 2)))
-    assert_refused(
-        lambda: simulate.practical(Diffusion(curvature=SKEWED[2], horizon=1.0)), "curvature", SKEWED[2]
-    )
 
 
 def test_the_mean_so_far_in_place_of_the_estimate_does_not_help_in_the_model_it_comes_from():
@@ -951,7 +670,7 @@ def test_the_mean_so_far_in_place_of_the_estimate_does_not_help_in_the_model_it_
         "optimal": simulate.estimating(problem, 0.0, 4.0),
     }
     errors = {
-        name: exact_cost(problem, control, 3.0, [0.0], [[2.0]], 400, "exact", penalty=0.0)
+        name: exact_cost(problem, control, 3.0, [0.0], [[2.0]], 400, 0.0)
         for name, control in controllers.items()
     }
     least = simulate.posterior_variance(problem, 4.0)
@@ -962,7 +681,7 @@ def test_the_mean_so_far_in_place_of_the_estimate_does_not_help_in_the_model_it_
     assert least < errors["optimal"] < errors["none"] < errors["practical"]
 
 
-# --- The unknown optimum --------------------------------------------------------------------------------
+# --- The unknown optimum -------------------------------------------------------------------------------
 
 
 NOISE_2 = np.array([[0.5, 0.3], [0.3, 0.4]])
@@ -973,168 +692,46 @@ PRIORS = {
 }
 
 
-def conditioned_on_a_controlled_chain(a, noise, prior_mean, prior, steps, dt, seed):
-    """Draw an Euler chain under feedback, condition μ on all its weights as a joint Gaussian.
+def some_path(seed):
+    start, weights, integral, control = np.random.default_rng(seed).normal(size=(4, 2))
+    return Seen(time=1.7, start=start, weights=weights, integral=integral, control=control)
 
-    What was seen of it, the conditional mean and covariance.
-    """
-    d, rng = len(a), np.random.default_rng(seed)
-    start, feedback, push = rng.normal(size=d), rng.normal(size=(d, d)), rng.normal(size=d)
-    root = np.linalg.cholesky(noise * dt)
-    # All is affine in z = (μ, kicks): the last column is the constant.
-    size = d * (1 + steps) + 1
-    mu = np.eye(d, size)
-    theta = np.zeros((d, size))
-    theta[:, -1] = start
-    integral, controlled, observed = np.zeros((d, size)), np.zeros((d, size)), []
-    for k in range(steps):
-        u = -feedback @ theta + 0.3 * integral
-        u[:, -1] += push * np.cos(k)
-        kick = np.zeros((d, size))
-        kick[:, d * (1 + k) : d * (2 + k)] = root
-        theta, integral = theta + dt * (a @ (mu - theta) + u) + kick, integral + dt * theta
-        controlled = controlled + dt * u
-        observed.append(theta)
-    joint_mean = np.concatenate([prior_mean, np.zeros(d * steps), [1.0]])
-    joint = np.zeros((size, size))
-    joint[:d, :d] = prior
-    joint[d:-1, d:-1] = np.eye(d * steps)
-    values, vectors = np.linalg.eigh(prior)
-    drawn = joint_mean.copy()
-    drawn[:d] += vectors @ (np.sqrt(np.maximum(values, 0.0)) * rng.normal(size=d))
-    drawn[d:-1] = rng.normal(size=d * steps)
-    rows = np.vstack(observed)
-    across = mu @ joint @ rows.T @ np.linalg.inv(rows @ joint @ rows.T)
-    mean = prior_mean + across @ (rows @ (drawn - joint_mean))
-    seen = Seen(
-        time=steps * dt,
-        start=start,
-        weights=theta @ drawn,
-        integral=integral @ drawn,
-        control=controlled @ drawn,
-    )
-    return seen, mean, prior - across @ rows @ joint @ mu.T
+
+def conditioned(seen, a, noise, mean, prior):
+    """μ given Z = A μ t + noise of covariance Σ t, as a joint Gaussian."""
+    across, t = seen.time * prior @ a.T, seen.time
+    share = across @ np.linalg.inv(t * a @ across + t * noise)
+    z = seen.weights - seen.start + a @ seen.integral - seen.control
+    return mean + share @ (z - t * a @ mean), prior - share @ across.T
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("steps", [1, 12])
-def test_E12_the_posterior_in_closed_form_is_the_conditioning_of_a_joint_gaussian(prior, steps):
-    """The paper says that there is none. On the chain the sums are the integrals: no error is left."""
-    mean = np.array([0.4, -1.0])
-    seen, expected, spread = conditioned_on_a_controlled_chain(
-        SKEWED[2], NOISE_2, mean, PRIORS[prior], steps, 0.25, seed=steps
-    )
+def test_E12_the_posterior_in_closed_form_is_the_conditioning_of_a_joint_gaussian(prior):
+    """The paper says that there is none. That it is the best estimate of a path: see the affine policies."""
+    mean, seen = np.array([0.4, -1.0]), some_path(1)
     ours = posterior(seen, SKEWED[2], NOISE_2, mean, PRIORS[prior])
-    assert np.allclose(ours.mean, expected, rtol=0, atol=1e-9)
-    assert np.allclose(ours.covariance, spread, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_posterior_covariance_follows_the_kalman_bucy_equation(prior):
-    a, start = SKEWED[2], PRIORS[prior]
-    information = a.T @ np.linalg.inv(NOISE_2) @ a
-    zero = np.zeros(2)
-    found = backward(lambda p: -p @ information @ p, start, 5.0, [5.0, 4.0, 0.0])
-    for time, expected in zip((0.0, 1.0, 5.0), found, strict=True):
-        seen = Seen(time=time, start=zero, weights=zero, integral=zero, control=zero)
-        assert np.allclose(
-            posterior(seen, a, NOISE_2, zero, start).covariance, expected, rtol=1e-9, atol=1e-12
-        )
-
-
-def test_posterior_at_the_start_is_the_prior():
-    zero = np.zeros((3, 2))
-    seen = Seen(time=0.0, start=zero + 5.0, weights=zero + 5.0, integral=zero, control=zero)
-    found = posterior(seen, SKEWED[2], NOISE_2, [1.0, 2.0], PRIORS["full"])
-    assert np.array_equal(found.mean, np.tile([1.0, 2.0], (3, 1)))
-    assert np.allclose(found.covariance, PRIORS["full"], rtol=1e-15)
-
-
-def test_posterior_of_a_singular_prior_stays_where_it_is_certain():
-    seen, _, _ = conditioned_on_a_controlled_chain(
-        SKEWED[2], NOISE_2, np.zeros(2), PRIORS["singular"], 20, 0.1, seed=1
-    )
-    found = posterior(seen, SKEWED[2], NOISE_2, [0.0, 0.0], PRIORS["singular"])
-    sure = np.array([2.0, 1.0])  # (1, −2) is the only direction of the prior
-    assert abs(sure @ found.mean) < 1e-12
-    assert np.max(np.abs(found.covariance @ sure)) < 1e-12
-    nearly = posterior(seen, SKEWED[2], NOISE_2, [0.0, 0.0], PRIORS["singular"] + 1e-9 * np.eye(2))
-    assert np.allclose(nearly.mean, found.mean, atol=1e-7)
-
-
-def test_posterior_of_many_paths_is_that_of_each():
-    rng = np.random.default_rng(2)
-    start, weights, integral, control = rng.normal(size=(4, 5, 2))
-    together = posterior(
-        Seen(time=1.5, start=start, weights=weights, integral=integral, control=control),
-        SKEWED[2], NOISE_2, [0.3, 0.1], PRIORS["full"],
-    )  # fmt: skip
-    for i in range(5):
-        one = Seen(time=1.5, start=start[i], weights=weights[i], integral=integral[i], control=control[i])
-        alone = posterior(one, SKEWED[2], NOISE_2, [0.3, 0.1], PRIORS["full"])
-        assert np.allclose(together.mean[i], alone.mean, rtol=1e-13)
-        assert np.allclose(together.covariance, alone.covariance, rtol=1e-13)
+    expected, spread = conditioned(seen, SKEWED[2], NOISE_2, mean, PRIORS[prior])
+    assert np.allclose(ours.mean, expected, rtol=0, atol=1e-12)
+    assert np.allclose(ours.covariance, spread, rtol=0, atol=1e-12)
 
 
 def test_flat_prior_estimate_is_the_limit_of_wide_priors():
-    seen, _, _ = conditioned_on_a_controlled_chain(
-        SKEWED[2], NOISE_2, np.zeros(2), PRIORS["full"], 20, 0.1, seed=4
-    )
-    flat = flat_prior_estimate(seen, SKEWED[2])
-    gaps = [
-        np.max(np.abs(posterior(seen, SKEWED[2], NOISE_2, [3.0, -3.0], wide * np.eye(2)).mean - flat))
-        for wide in (1e2, 1e4, 1e6)
-    ]
+    seen, gaps = some_path(4), []
+    for wide in (1e2, 1e4, 1e6):
+        found = posterior(seen, SKEWED[2], NOISE_2, [3.0, -3.0], wide * np.eye(2)).mean
+        gaps.append(np.max(np.abs(found - flat_prior_estimate(seen, SKEWED[2]))))
     assert gaps[2] < 1e-4
     assert np.allclose(np.divide(gaps[:-1], gaps[1:]), 100, rtol=0.05)
 
 
-def test_flat_prior_estimate_is_generalised_least_squares_over_the_increments():
-    a, dt, steps, rng = SKEWED[2], 0.1, 30, np.random.default_rng(6)
-    theta, controls = [np.array([2.0, -1.0])], rng.normal(size=(steps, 2))
-    for u in controls:
-        kick = np.linalg.cholesky(NOISE_2 * dt) @ rng.normal(size=2)
-        theta.append(theta[-1] + dt * (a @ (np.array([0.5, 1.0]) - theta[-1]) + u) + kick)
-    theta = np.array(theta)
-    whiten = np.linalg.inv(np.linalg.cholesky(NOISE_2 * dt))
-    response = (np.diff(theta, axis=0) + dt * theta[:-1] @ a.T - dt * controls) @ whiten.T
-    design = np.tile(dt * whiten @ a, (steps, 1))
-    fitted = np.linalg.lstsq(design, response.reshape(-1), rcond=None)[0]
-    seen = Seen(
-        time=steps * dt, start=theta[0], weights=theta[-1], integral=dt * theta[:-1].sum(0),
-        control=dt * controls.sum(0),
-    )  # fmt: skip
-    assert np.allclose(flat_prior_estimate(seen, a), fitted, rtol=0, atol=1e-11)
-
-
-def test_flat_prior_estimate_of_a_number_is_the_mean_plus_what_is_still_to_go():
-    seen = Seen(time=4.0, start=[3.0], weights=[1.0], integral=[8.0], control=[-0.5])
-    expected = 8.0 / 4.0 + (1.0 - 3.0 + 0.5) / (0.8 * 4.0)
-    assert flat_prior_estimate(seen, 0.8) == pytest.approx([expected], rel=1e-14)
-
-
-def test_E11_the_estimate_sees_the_noise_off_its_diagonal_though_the_gains_do_not():
-    a, mean, prior = np.diag([1.0, 0.5]), np.zeros(2), np.eye(2)
-    correlated = np.array([[1.0, 0.8], [0.8, 1.0]])
-    one, other = original_problem(a, 0.1, 3.0), original_problem(a, 0.1, 3.0, correlated)
-    assert np.array_equal(one.gain(1.0), other.gain(1.0))
-    assert relaxed_problem(a, 0.1, 3.0).gain(1.0) == pytest.approx(
-        relaxed_problem(a, 0.1, 3.0, correlated).gain(1.0)
-    )
-    seen, expected, spread = conditioned_on_a_controlled_chain(a, correlated, mean, prior, 10, 0.1, seed=2)
-    right = posterior(seen, a, correlated, mean, prior)
-    rotated_away = posterior(seen, a, np.eye(2), mean, prior)
-    assert np.allclose(right.mean, expected, rtol=0, atol=1e-9)
-    assert np.max(np.abs(rotated_away.mean - expected)) > 0.05
-    assert np.max(np.abs(rotated_away.covariance - spread)) > 0.05
-    # The weights at time 1 from 0 and all else 0: Z = (1.5, 0.05).
-    zero = np.zeros(2)
-    seen = Seen(time=1.0, start=zero, weights=[1.5, 0.05], integral=zero, control=zero)
-    joint = np.block([[np.eye(2), a.T], [a, a @ a.T + correlated]])
-    conditional = joint[:2, 2:] @ np.linalg.solve(joint[2:, 2:], [1.5, 0.05])
-    assert np.allclose(posterior(seen, a, correlated, mean, prior).mean, conditional, rtol=1e-12)
-    assert np.allclose(conditional, [0.987, -0.296], atol=1e-3)
-    assert np.allclose(posterior(seen, a, np.eye(2), mean, prior).mean, [0.75, 0.02], rtol=1e-12)
+def test_E11_the_estimate_sees_the_noise_off_its_diagonal():
+    """The gains do not: no function of them takes a covariance."""
+    a, correlated, zero = np.diag([1.0, 0.5]), np.array([[1.0, 0.8], [0.8, 1.0]]), np.zeros(2)
+    seen = Seen(time=1.0, start=zero, weights=np.array([1.5, 0.05]), integral=zero, control=zero)
+    expected, _ = conditioned(seen, a, correlated, zero, np.eye(2))
+    assert np.allclose(posterior(seen, a, correlated, zero, np.eye(2)).mean, expected, rtol=1e-12)
+    assert np.allclose(expected, [0.987, -0.296], atol=1e-3)
+    assert np.allclose(posterior(seen, a, np.eye(2), zero, np.eye(2)).mean, [0.75, 0.02], rtol=1e-12)
 
 
 def best_affine_cost(a, noise, penalty, horizon, start, mean, root, steps, relaxed):
@@ -1205,101 +802,36 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.parametrize("relaxed", [False, True])
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_certainty_equivalence_is_the_best_of_all_affine_policies(case):
-    """thm:separation_principle for the returned mean, cor:optimal_control_unknown_mustar."""
-    a, noise, start, mean, root, steps = UNKNOWN[case]
-    lam, end = 0.05, 2.0
-    problem = Diffusion(curvature=a, horizon=end, penalty=lam, covariance=noise)
-    chain = chain_gains(steps, **returned_mean_problem(a, lam, end, np.eye(len(a))))
-    control = certainty_equivalent(a, noise, mean, root @ root.T, chain)
-    ours = exact_cost(problem, lambda seen: control(seen, end / steps), start, mean, root, steps)
-    best = best_affine_cost(a, noise, lam, end, start, mean, root, steps, relaxed=False)
-    assert ours == pytest.approx(best, rel=1e-10)
-    for factor in (0.8, 1.2):
-        worse = exact_cost(problem, lambda s, f=factor: f * control(s, end / steps), start, mean, root, steps)
-        assert worse > 1.001 * best
-
-
-def exact_relaxed_cost(problem, controller, start, mean, root, steps):
-    """E[(1/T) ∫ |θ − μ|² + λ ∫ |u|²] on the Euler chain."""
-    visited = []
-
-    def watched(seen):
-        visited.append(np.array(seen.weights))
-        return controller(seen)
-
-    paths, optimum = impulse_responses(problem, watched, start, mean, root, steps, "euler")
-    squares = sum(np.sum((weights - optimum) ** 2, axis=1) for weights in visited)
-    return mean_over_kicks(squares / steps + problem.penalty * paths.effort)
-
-
-@pytest.mark.parametrize("case", UNKNOWN)
-def test_certainty_equivalence_is_the_best_of_all_affine_policies_also_for_the_relaxed_objective(case):
+def test_certainty_equivalence_is_the_best_of_all_affine_policies(case, relaxed):
+    """thm:separation_principle for both objectives, cor:optimal_control_unknown_mustar."""
     a, noise, start, mean, root, steps = UNKNOWN[case]
     lam, end, one = 0.05, 2.0, np.eye(len(a))
     problem = Diffusion(curvature=a, horizon=end, penalty=lam, covariance=noise)
     given = {"drift": -a, "input": one, "running_cost": one / end, "final_cost": 0 * one}
-    chain = chain_gains(steps, **given, control_cost=lam * one, horizon=end)
+    given |= {"control_cost": lam * one, "horizon": end}
+    chain = chain_gains(steps, **(given if relaxed else returned_mean_problem(a, lam, end, one)))
     control = certainty_equivalent(a, noise, mean, root @ root.T, chain)
-    best = best_affine_cost(a, noise, lam, end, start, mean, root, steps, relaxed=True)
+    best = best_affine_cost(a, noise, lam, end, start, mean, root, steps, relaxed=relaxed)
     for factor in (0.8, 1.0, 1.2):
-        cost = exact_relaxed_cost(
+        cost = chain_costs(
             problem, lambda s, f=factor: f * control(s, end / steps), start, mean, root, steps
-        )
-        if factor == 1.0:
-            assert cost == pytest.approx(best, rel=1e-10)
-        else:
-            assert cost > 1.001 * best
+        )[relaxed]
+        assert cost == pytest.approx(best, rel=1e-10) if factor == 1.0 else cost > 1.001 * best
 
 
-@pytest.mark.parametrize("relaxed", [False, True])
-def test_the_gains_of_continuous_time_approach_the_best_affine_policy(relaxed):
+def test_the_gains_of_continuous_time_approach_the_best_affine_policy():
     """The chain's own gains differ by O(dt), and around the best policy the cost is flat: O(dt²)."""
     a, noise, start, mean, root, _ = UNKNOWN["scalar"]
     problem = Diffusion(curvature=a, horizon=2.0, penalty=0.05, covariance=noise)
-
-    def relaxed_control(seen):
-        gain = relaxed_gain(1.0, 0.05, 2.0, seen.time).reshape(1, 1)
-        guess = posterior(seen, a, noise, mean, root @ root.T).mean
-        return certainty_equivalent_control(seen, guess, Gains(toward=gain, balance=0 * gain))
-
-    cost, control = (
-        (exact_relaxed_cost, relaxed_control)
-        if relaxed
-        else (exact_cost, simulate.estimating(problem, mean, root @ root.T))
-    )
-    gaps = []
+    control, gaps = simulate.estimating(problem, mean, root @ root.T), []
     for steps in (6, 12, 24):
-        best = best_affine_cost(a, noise, 0.05, 2.0, start, mean, root, steps, relaxed=relaxed)
-        gaps.append(cost(problem, control, start, mean, root, steps) / best - 1)
+        best = best_affine_cost(a, noise, 0.05, 2.0, start, mean, root, steps, relaxed=False)
+        gaps.append(chain_costs(problem, control, start, mean, root, steps)[0] / best - 1)
     assert 0 < gaps[2] < 0.02
     assert gaps[0] / gaps[1] > 2.5
     assert gaps[1] / gaps[2] > 3
-
-
-def test_certainty_equivalent_control_is_the_printed_sum():
-    rng = np.random.default_rng(9)
-    weights, integral, guess = rng.normal(size=(3, 2, 2))
-    seen = Seen(time=1.3, start=weights, weights=weights, integral=integral, control=weights)
-    toward, balance = rng.normal(size=(2, 2, 2))
-    ours = certainty_equivalent_control(seen, guess, Gains(toward=toward, balance=balance))
-    for i in range(2):
-        expected = toward @ (guess[i] - weights[i]) + balance @ (1.3 * guess[i] - integral[i])
-        assert np.allclose(ours[i], expected, rtol=1e-13)
-
-
-def test_a_certain_prior_is_a_known_optimum():
-    problem = Diffusion(curvature=SKEWED[2], horizon=2.0, penalty=0.05, covariance=NOISE_2)
-    known = simulate.knowing(problem, [0.3, 0.5])
-    sure = simulate.estimating(problem, [0.3, 0.5], np.zeros((2, 2)))
-    for method in ("euler", "exact"):
-        one, other = (
-            simulate.simulate(problem, control, [2.0, -1.0], [0.3, 0.5], steps=20, paths=4, method=method)
-            for control in (known, sure)
-        )
-        assert np.allclose(one.mean, other.mean, rtol=1e-12)
-        assert np.allclose(one.effort, other.effort, rtol=1e-12)
 
 
 def test_the_estimate_of_bema_is_the_wide_prior():
@@ -1316,30 +848,15 @@ def test_the_estimate_of_bema_is_the_wide_prior():
     assert np.array_equal(bema(begin), np.zeros((3, 2)))
 
 
-def test_monte_carlo_with_a_prior_costs_what_the_moments_say_and_no_mean_beats_the_posterior():
-    a, noise, start, mean, root, _ = UNKNOWN["matrix"]
-    problem = Diffusion(curvature=a, horizon=4.0, penalty=0.02, covariance=noise)
-    control = simulate.estimating(problem, mean, root @ root.T)
-    drawn = np.asarray(mean) + np.random.default_rng(11).standard_normal((8000, 2)) @ root.T
-    last = []
-
-    def watched(seen):
-        last[:] = [seen]
-        return control(seen)
-
-    paths = simulate.simulate(problem, watched, start, drawn, steps=100, paths=8000, seed=12)
-    cost, error = paths.cost(drawn, 0.02)
-    assert abs(cost - exact_cost(problem, control, start, mean, root, 100, "exact")) < 3 * error
-    least = simulate.posterior_variance(problem, root @ root.T)
-    assert cost > least
-    # The estimate's own error is what its covariance says, at the last time that the control saw.
-    found = posterior(last[0], a, noise, mean, root @ root.T)
-    squares = np.sum((found.mean - drawn) ** 2, axis=1)
-    assert abs(np.mean(squares) - np.trace(found.covariance)) < 3 * np.std(squares) / np.sqrt(8000)
-    assert np.trace(found.covariance) == pytest.approx(least, rel=0.02)
+def test_diagonal_gains_control_each_coordinate_by_its_own():
+    seen = Seen(time=1.0, start=np.zeros(2), weights=np.ones((3, 2)), integral=np.ones((3, 2)), control=0.0)
+    apart = original_gains([0.5, 2.0], 0.1, 4.0, 1.0)
+    together = original_gains_matrix(np.diag([0.5, 2.0]), 0.1, 4.0, 1.0)
+    ours = [certainty_equivalent_control(seen, np.array([3.0, 5.0]), some) for some in (apart, together)]
+    np.testing.assert_allclose(*ours, rtol=1e-12)
 
 
-# --- The simulation -------------------------------------------------------------------------------------
+# --- The simulation ------------------------------------------------------------------------------------
 
 
 def law_of_weights_and_integral(a, noise, length):
@@ -1360,7 +877,7 @@ def test_exact_steps_have_the_law_of_the_diffusion_whatever_their_number(d, step
     noise = half @ half.T + 0.1 * np.eye(d)
     problem = Diffusion(curvature=a, horizon=length, covariance=noise)
     start, mu = np.linspace(1.0, 2.0, d), np.linspace(-1.0, 0.5, d)
-    paths, _ = impulse_responses(problem, simulate.uncontrolled, start, mu, np.zeros((d, d)), steps, "exact")
+    paths, _ = impulse_responses(problem, simulate.uncontrolled, start, mu, np.zeros((d, d)), steps)
     reached = np.hstack([paths.last - mu, (paths.mean - mu) * length])
     carried, spread = law_of_weights_and_integral(a, noise, length)
     assert np.allclose(reached[0], carried @ (start - mu), rtol=0, atol=1e-9)
@@ -1368,27 +885,21 @@ def test_exact_steps_have_the_law_of_the_diffusion_whatever_their_number(d, step
     assert np.allclose(kicks.T @ kicks, spread, rtol=0, atol=1e-9)
 
 
-def test_exact_steps_hold_the_control_and_have_no_other_error():
-    """Noise of 1e-30 leaves the differential equation, which is integrated here from step to step."""
-    a, mu, start = SKEWED[2], np.array([0.3, -0.6]), np.array([2.0, 1.0])
-    problem = Diffusion(curvature=a, horizon=2.0, covariance=1e-30 * np.eye(2))
-    pull = np.array([[0.5, 0.2], [-0.1, 0.9]])
-    paths = simulate.simulate(
-        problem, lambda seen: (seen.time - seen.weights) @ pull.T, start, mu, steps=4, paths=2
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_constant_control_is_another_optimum(steps):
+    a, mu, start, push = SKEWED[2], np.array([0.3, -0.6]), np.array([2.0, 1.0]), np.array([0.5, -0.2])
+    problem = Diffusion(curvature=a, horizon=2.0, covariance=NOISE_2)
+    pushed, moved = (
+        simulate.simulate(problem, control, start, optimum, steps=steps, paths=3)
+        for control, optimum in (
+            (lambda seen: np.tile(push, (3, 1)), mu),
+            (simulate.uncontrolled, mu + np.linalg.solve(a, push)),
+        )
     )
-    theta, integral, effort = start, np.zeros(2), 0.0
-    for k in range(4):
-        u = pull @ (0.5 * k - theta)
-        state = backward(
-            lambda s, u=u: np.concatenate([a @ (mu - s[:2]) + u, s[:2]]),
-            np.append(theta, integral),
-            0.5,
-            [0.0],
-        )[0]
-        theta, integral, effort = state[:2], state[2:], effort + 0.5 * u @ u
-    assert np.allclose(paths.last, theta, rtol=1e-10)
-    assert np.allclose(paths.mean, integral / 2.0, rtol=1e-10)
-    assert np.allclose(paths.effort, effort, rtol=1e-10)
+    assert np.allclose(pushed.last, moved.last, rtol=1e-10)
+    assert np.allclose(pushed.mean, moved.mean, rtol=1e-10)
+    assert np.allclose(pushed.effort, 2.0 * push @ push, rtol=1e-10)
+    assert not np.any(moved.effort)
 
 
 def test_the_controller_sees_the_time_the_start_and_what_was_done():
@@ -1407,33 +918,18 @@ def test_the_controller_sees_the_time_the_start_and_what_was_done():
     assert np.allclose(times, 0.25 * np.arange(8))
 
 
-@pytest.mark.parametrize("controlled", [False, True])
-def test_euler_with_many_steps_approaches_the_exact_steps(controlled):
-    problem = Diffusion(curvature=SKEWED[2], horizon=2.0, covariance=NOISE_2, penalty=0.05)
-    control = simulate.knowing(problem, [0.3, 0.5]) if controlled else simulate.uncontrolled
-    none = np.zeros((2, 2))
-    exact = exact_cost(problem, control, [2.0, -1.0], [0.3, 0.5], none, 240, "exact")
-    errors = [
-        abs(exact_cost(problem, control, [2.0, -1.0], [0.3, 0.5], none, n) - exact) for n in (30, 60, 120)
-    ]
-    assert errors[2] < 0.05 * exact
-    assert errors[0] > 1.6 * errors[1] > 1.6**2 * errors[2]
-
-
-@pytest.mark.parametrize("method", ["euler", "exact"])
-def test_sampled_noise_has_the_moments_of_the_impulses(method):
-    problem = Diffusion(curvature=SKEWED[2], horizon=2.0, covariance=NOISE_2)
-    paths = simulate.simulate(
-        problem, simulate.uncontrolled, [2.0, -1.0], [0.3, 0.5], steps=20, paths=20000, seed=8, method=method
-    )
-    kicked, _ = impulse_responses(
-        problem, simulate.uncontrolled, [2.0, -1.0], [0.3, 0.5], np.zeros((2, 2)), 20, method
-    )
-    both, expected = np.hstack([paths.last, paths.mean]), np.hstack([kicked.last, kicked.mean])
-    spread = (expected[1:] - expected[0]).T @ (expected[1:] - expected[0]) / 2
-    size = np.sqrt(np.diag(spread))
-    assert np.all(np.abs(both.mean(0) - expected[0]) < 3 * size / np.sqrt(20000))
-    assert np.all(np.abs(np.cov(both.T) - spread) < 3 * np.outer(size, size) * np.sqrt(2 / 20000))
+@pytest.mark.parametrize("steps", [1000, 30, 3, 1])
+@pytest.mark.parametrize("alpha", [1.0, 30.0, 1e3, 1e5])
+def test_exact_steps_may_be_as_long_as_the_run(alpha, steps):
+    """Without control weights and mean have a known law, however coarse the steps."""
+    problem, paths = Diffusion(curvature=alpha, horizon=3.0), 4000
+    ended = simulate.simulate(problem, simulate.uncontrolled, 0.0, 0.0, steps=steps, paths=paths, seed=3)
+    whole = alpha * 3.0
+    spent, twice = -np.expm1(-whole), -np.expm1(-2 * whole)
+    last = twice / (2 * alpha)
+    mean = (3.0 - 2 * spent / alpha + twice / (2 * alpha)) / (alpha * 3.0) ** 2
+    for found, expected in ((ended.last, last), (ended.mean, mean)):
+        assert np.var(found) == pytest.approx(expected, rel=4 * np.sqrt(2 / paths))
 
 
 def test_a_seed_repeats_and_another_does_not():
@@ -1447,7 +943,7 @@ def test_a_seed_repeats_and_another_does_not():
     assert len(np.unique(one.last)) == 4
 
 
-# --- Accuracy -------------------------------------------------------------------------------------------
+# --- Accuracy ------------------------------------------------------------------------------------------
 
 
 SCALES = [1e-12, 1e-9, 1e-6, 1e-3, 2e-3, 0.01, 0.1, 0.49999, 0.5, 0.50001, 1.0, 7.0, 40.0, 800.0, 1e4, 1e6]
@@ -1482,15 +978,6 @@ def mp_riccati(alpha, lam, end, time):
     return h**2 / below, h / below, 1 / below
 
 
-def test_the_reference_in_many_digits_is_the_integral_of_the_definition():
-    with mpmath.workdps(40):
-        for alpha in (-3, 0.2, 5):
-            h, g = mp_parts(alpha, 2.5)
-            inner = lambda s, alpha=alpha: (1 - mpmath.exp(-alpha * s)) / alpha  # noqa: E731
-            assert abs(h / mpmath.quad(lambda s, a=alpha: mpmath.exp(-a * s), [0, 2.5]) - 1) < 1e-14
-            assert abs(g / mpmath.quad(lambda s, inner=inner: inner(s) ** 2, [0, 2.5]) - 1) < 1e-14
-
-
 def test_original_riccati_and_gains_have_twelve_digits_for_every_curvature():
     (alpha, lam, end, time), expected = on_grid(mp_riccati)
     ours, pull = original_riccati(alpha, lam, end, time), original_gains(alpha, lam, end, time)
@@ -1504,35 +991,14 @@ def test_original_riccati_and_gains_have_twelve_digits_for_every_curvature():
         assert digits(gain, wanted) < 1e-12
 
 
-def test_the_printed_theorem_in_many_digits_is_our_gain():
-    """thm:optimal_control_solution, as it is printed, where α > 0."""
-
-    def printed(alpha, lam, end, time):
-        alpha, lam, left, end = (mpmath.mpf(float(x)) for x in (alpha, lam, end - time, end))
-        e = mpmath.exp(-alpha * left)
-        below = alpha**2 * lam * end**2 + left - 2 / alpha * (1 - e) + (1 - e**2) / (2 * alpha)
-        return (1 - e) ** 2 / below, alpha * (1 - e) / below
-
-    rows = [(s / end, lam, end, share * end) for s, lam, end, share in GRID if s > 0]
-    with mpmath.workdps(100):
-        expected = [printed(*row) for row in rows]
-    ours = original_gains(*(np.array(column) for column in zip(*rows, strict=True)))
-    assert digits(ours.toward, [row[0] for row in expected]) < 1e-12
-    assert digits(ours.balance, [row[1] for row in expected]) < 1e-12
-
-
-def test_relaxed_gain_has_twelve_digits_for_every_curvature():
-    (alpha, lam, end, time), expected = on_grid(printed_relaxed_gain)
-    assert digits(relaxed_gain(alpha, lam, end, time), expected) < 1e-12
-
-
-def test_relaxed_gain_far_has_twelve_digits_for_every_curvature():
-    def reference(alpha, lam, end, _):
+def test_relaxed_gains_have_twelve_digits_for_every_curvature():
+    def far(alpha, lam, end, _):
         alpha, share = mpmath.mpf(float(alpha)), 1 / (mpmath.mpf(lam) * mpmath.mpf(end))
         return mpmath.sqrt(alpha**2 + share) - alpha
 
-    (alpha, lam, end, _), expected = on_grid(reference)
-    assert digits(relaxed_gain_far(alpha, lam, end), expected) < 1e-12
+    (alpha, lam, end, time), expected = on_grid(printed_relaxed_gain)
+    assert digits(relaxed_gain(alpha, lam, end, time), expected) < 1e-12
+    assert digits(relaxed_gain_far(alpha, lam, end), on_grid(far)[1]) < 1e-12
 
 
 def mp_cost(start, alpha, lam, end, variance):
@@ -1551,23 +1017,6 @@ def test_original_cost_has_nine_digits_for_every_curvature(sign, start):
     ours = original_cost(start, *(np.array(column) for column in zip(*rows, strict=True)), 0.49)
     assert np.all(np.isfinite(ours))
     assert digits(ours, expected) < 1e-9
-
-
-@pytest.mark.parametrize("alpha", [-2.0, 0.3, 6.0])
-def test_original_cost_is_the_integral_of_the_theorem_in_many_digits(alpha):
-    """x_0² M_0 + σ² ∫ M dt, by quadrature."""
-    with mpmath.workdps(40):
-        spread = mpmath.quad(lambda t: mp_riccati(alpha, 0.01, 3.0, t)[0], [0, 1.5, 2.5, 2.9, 3])
-        expected = mpmath.mpf(1.3) ** 2 * mp_riccati(alpha, 0.01, 3.0, 0.0)[0] + mpmath.mpf(0.49) * spread
-        assert digits(original_cost(1.3, alpha, 0.01, 3.0, 0.49), [expected]) < 1e-12
-
-
-@pytest.mark.parametrize("scale", [*SCALES, -0.3, -300.0, -1000.0, 0.0])
-def test_a_matrix_of_one_number_has_nine_digits(scale):
-    for lam, end in itertools.product([1e-6, 1.0], [1e-2, 50.0]):
-        ours = original_riccati_matrix([[scale / end]], lam, end, 0.2 * end)
-        with mpmath.workdps(100):
-            assert digits(np.array(ours), mp_riccati(scale / end, lam, end, 0.2 * end)) < 1e-9
 
 
 SHEARS = {  # eigenvalues over the first, and the vectors: neither symmetric nor normal
@@ -1595,13 +1044,12 @@ def mp_sheared_riccati(scale, rates, vectors, lam, end, time):
 
 
 @pytest.mark.parametrize("name", SHEARS)
-@pytest.mark.parametrize("scale", [x for x in SCALES if x not in (0.49999, 0.50001)] + [-0.3, -2.0])
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 0.01, 0.5, 7.0, 800.0, 1e6, -0.3, -2.0])
 def test_a_matrix_that_is_not_symmetric_has_nine_digits(name, scale):
     rates, vectors = SHEARS[name]
     v = np.array(vectors, float)
     for lam, end in ((1e-4, 2.0), (1.0, 30.0)):
         a = v @ np.diag(np.array(rates) * scale / end) @ np.linalg.inv(v)
-        assert not np.array_equal(a, a.T)
         ours = original_riccati_matrix(a, lam, end, 0.25 * end)
         with mpmath.workdps(100):
             expected = mp_sheared_riccati(scale / end, rates, vectors, lam, end, 0.25 * end)
@@ -1609,7 +1057,7 @@ def test_a_matrix_that_is_not_symmetric_has_nine_digits(name, scale):
             assert relative(block, np.array(true.tolist(), float)) < 1e-9
 
 
-@pytest.mark.parametrize("scale", [3.0, 8.0, 12.0, 20.0, 30.0, 100.0, 1000.0])
+@pytest.mark.parametrize("scale", [3.0, 12.0, 30.0, 1000.0])
 def test_a_matrix_that_both_grows_and_decays_has_nine_digits(scale):
     """Between the largest and the smallest eigenvalue of T² I + G/λ there are up to 800 digits."""
     rates, vectors = [-1, 0.9], [[1, 3], [2, -1]]
@@ -1659,295 +1107,14 @@ def test_a_large_drift_outgrows_a_tiny_running_cost():
     )
 
 
-# --- Refusals -------------------------------------------------------------------------------------------
-
-
-def assert_refused(call, name, value):
-    """By a ValueError with the argument, its value and what is allowed."""
-    with pytest.raises(ValueError) as caught:
-        call()
-    message = str(caught.value)
-    assert message.startswith(f"Invalid {name}: {value!r}; allowed: "), message
-    assert message.split("; allowed: ")[1].strip()
-
-
-NAN, INF = float("nan"), float("inf")
-FOUR = {"curvature": 1.0, "penalty": 0.1, "horizon": 2.0, "time": 0.5}
-SCALAR_FUNCTIONS = {
-    "original_gains": (original_gains, FOUR),
-    "original_riccati": (original_riccati, FOUR),
-    "relaxed_gain": (relaxed_gain, FOUR),
-    "relaxed_gain_far": (relaxed_gain_far, {k: FOUR[k] for k in ("curvature", "penalty", "horizon")}),
-    "original_gain_far": (original_gain_far, {**FOUR, "curvature": 9.0}),
-    "practical_gain": (practical_gain, {k: FOUR[k] for k in ("curvature", "penalty", "horizon")}),
-    "original_riccati_matrix": (original_riccati_matrix, FOUR),
-    "original_gains_matrix": (original_gains_matrix, FOUR),
-    "original_problem": (original_problem, {k: FOUR[k] for k in ("curvature", "penalty", "horizon")}),
-    "relaxed_problem": (relaxed_problem, {k: FOUR[k] for k in ("curvature", "penalty", "horizon")}),
-    "original_cost": (
-        original_cost,
-        {"start": 1.0, "curvature": 1.0, "penalty": 0.1, "horizon": 2.0, "variance": 0.5},
-    ),
-    "scalar_riccati": (
-        scalar_riccati,
-        {
-            "drift": 1.0,
-            "running_cost": 0.1,
-            "control_cost": 0.5,
-            "final_cost": 1.0,
-            "horizon": 2.0,
-            "time": 0.5,
-        },
-    ),
-    "with_running_cost": (
-        with_running_cost,
-        {"drift": [[1.0]], "state": 1.0, "control": 1.0, "horizon": 2.0},
-    ),
-    "with_final_cost": (with_final_cost, {"drift": [[1.0]], "state": 1.0, "control": 1.0, "horizon": 2.0}),
-}
-BAD = {
-    "curvature": [NAN, INF],
-    "drift": [NAN, -INF],
-    "start": [NAN, INF],
-    "penalty": [0.0, -0.1, NAN, INF],
-    "horizon": [0.0, -2.0, NAN, INF],
-    "time": [-1e-9, 2.001, NAN],
-    "variance": [0.0, -1.0, NAN],
-    "running_cost": [-1e-9, NAN],
-    "final_cost": [-1e-9, NAN],
-    "control_cost": [0.0, -1.0, NAN],
-    "state": [0.0, -1.0, NAN],
-    "control": [0.0, -1.0, NAN],
-}
-REFUSALS = [
-    pytest.param(function, argument, value, id=f"{function}-{argument}-{value}")
-    for function, (_, given) in SCALAR_FUNCTIONS.items()
-    for argument in given
-    for value in BAD[argument]
-]
-
-
-@pytest.mark.parametrize(("function", "argument", "value"), REFUSALS)
-def test_a_bad_number_is_refused_by_name(function, argument, value):
-    call, given = SCALAR_FUNCTIONS[function]
-    call(**given)
-    assert_refused(lambda: call(**{**given, argument: value}), argument, value)
-
-
-def test_one_bad_number_in_an_array_is_refused():
-    assert_refused(lambda: original_gains(1.0, [0.1, -0.1], 2.0, 0.0), "penalty", [0.1, -0.1])
-    assert_refused(lambda: original_gains(1.0, 0.1, [1.0, 2.0], [0.5, 2.5]), "time", [0.5, 2.5])
-    with pytest.raises(ValueError, match=r"0 <= time <= horizon = 2"):
-        original_gains(1.0, 0.1, 2.0, 2.5)
-
-
-WIDE, HOLED, LOPSIDED, DOWNWARD = (
-    np.ones((2, 3)),
-    np.diag([1.0, NAN]),
-    np.array([[1.0, 0.5], [0.0, 1.0]]),
-    -np.eye(2),
-)
-PLAIN = {"drift": np.eye(2), "horizon": 1.0, "control_cost": np.eye(2)}
-
-
-@pytest.mark.parametrize(
-    "call",
-    [original_riccati_matrix, original_gains_matrix],
-)
-@pytest.mark.parametrize("matrix", [WIDE, HOLED, np.ones((2, 2, 2))])
-def test_a_curvature_that_is_not_a_square_of_numbers_is_refused(call, matrix):
-    assert_refused(lambda: call(matrix, 0.1, 1.0, 0.0), "curvature", matrix)
-    for problem in (original_problem, relaxed_problem):
-        assert_refused(lambda problem=problem: problem(matrix, 0.1, 1.0), "curvature", matrix)
-    assert_refused(lambda: with_running_cost(matrix, 1.0, 1.0, 1.0), "drift", matrix)
-    assert_refused(lambda: with_final_cost(matrix, 1.0, 1.0, 1.0), "drift", matrix)
-    assert_refused(lambda: Diffusion(curvature=matrix, horizon=1.0), "curvature", matrix)
-
-
-@pytest.mark.parametrize("name", ["drift", "control_cost", "running_cost", "final_cost"])
-@pytest.mark.parametrize("matrix", [WIDE, HOLED])
-def test_a_matrix_of_the_problem_that_is_not_a_square_of_numbers_is_refused(name, matrix):
-    assert_refused(lambda: LQG(**{**PLAIN, name: matrix}), name, matrix)
-
-
-@pytest.mark.parametrize("name", ["control_cost", "running_cost", "final_cost"])
-@pytest.mark.parametrize("matrix", [LOPSIDED, DOWNWARD])
-def test_a_cost_that_is_not_symmetric_or_negative_is_refused(name, matrix):
-    assert_refused(lambda: LQG(**{**PLAIN, name: matrix}), name, matrix)
-
-
-@pytest.mark.parametrize("name", ["running_cost", "final_cost", "noise", "input"])
-def test_a_matrix_of_another_size_is_refused(name):
-    assert_refused(lambda: LQG(**{**PLAIN, name: np.eye(3)}), name, (3, 3))
-
-
-@pytest.mark.parametrize("name", ["noise", "input"])
-def test_noise_and_input_that_are_not_numbers_are_refused(name):
-    assert_refused(lambda: LQG(**{**PLAIN, name: HOLED}), name, HOLED)
-
-
-@pytest.mark.parametrize("time", [-0.1, 1.1, NAN])
-def test_a_time_outside_of_the_problem_is_refused(time):
-    problem = LQG(**PLAIN)
-    assert_refused(lambda: problem.riccati(time), "time", time)
-    assert_refused(lambda: problem.gain(time), "time", time)
-    assert_refused(lambda: problem.riccati_by_ode([0.5, time]), "time", [0.5, time])
-
-
-@pytest.mark.parametrize("start", [[1.0], [1.0, 2.0, 3.0], [NAN, 1.0]])
-def test_a_start_that_is_not_a_state_is_refused(start):
-    assert_refused(lambda: LQG(**PLAIN).cost(start), "start", start)
-
-
-def test_riccati_by_ode_takes_a_time_twice():
-    problem = LQG(**{**PLAIN, "final_cost": np.eye(2)})
-    twice = problem.riccati_by_ode([0.5, 0.2, 0.5])
-    assert np.array_equal(twice[0], twice[2])
-    assert np.allclose(twice[1], problem.riccati(0.2), rtol=1e-9)
-
-
-@pytest.mark.parametrize("matrix", [DOWNWARD, np.zeros((2, 2)), LOPSIDED, HOLED, WIDE])
-def test_a_covariance_that_is_none_is_refused(matrix):
-    seen = Seen(time=1.0, start=np.zeros(2), weights=np.zeros(2), integral=np.zeros(2), control=np.zeros(2))
-    assert_refused(
-        lambda: Diffusion(curvature=np.eye(2), horizon=1.0, covariance=matrix), "covariance", matrix
-    )
-    assert_refused(lambda: posterior(seen, np.eye(2), matrix, np.zeros(2), np.eye(2)), "covariance", matrix)
-
-
-@pytest.mark.parametrize("problem", [original_problem, relaxed_problem])
-@pytest.mark.parametrize("matrix", [DOWNWARD, np.zeros((2, 2)), LOPSIDED, HOLED, WIDE])
-def test_a_covariance_of_a_problem_that_is_none_is_refused(problem, matrix):
-    assert_refused(lambda: problem(np.eye(2), 0.1, 1.0, matrix), "covariance", matrix)
-
-
-@pytest.mark.parametrize("problem", [original_problem, relaxed_problem])
-def test_a_covariance_of_another_size_is_refused(problem):
-    with pytest.raises(ValueError, match=r"(?s)^Invalid covariance: .*; allowed: "):
-        problem(np.eye(2), 0.1, 1.0, np.eye(3))
-    with pytest.raises(ValueError, match=r"(?s)^Invalid covariance: .*; allowed: "):
-        Diffusion(curvature=np.eye(2), horizon=1.0, covariance=np.eye(3))
-
-
-@pytest.mark.parametrize("matrix", [DOWNWARD, LOPSIDED, HOLED, WIDE])
-def test_a_prior_covariance_that_is_none_is_refused(matrix):
-    zero = np.zeros(2)
-    seen = Seen(time=1.0, start=zero, weights=zero, integral=zero, control=zero)
-    assert_refused(lambda: posterior(seen, np.eye(2), np.eye(2), zero, matrix), "prior_covariance", matrix)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("covariance", np.eye(3)),
-        ("prior_covariance", np.eye(3)),
-        ("prior_mean", np.zeros(3)),
-        ("prior_mean", np.array([0.0, NAN])),
-    ],
-)
-def test_a_prior_or_noise_that_does_not_fit_the_curvature_is_refused(name, value):
-    zero = np.zeros(2)
-    seen = Seen(time=1.0, start=zero, weights=zero, integral=zero, control=zero)
-    given = {"covariance": np.eye(2), "prior_mean": zero, "prior_covariance": np.eye(2), name: value}
-    with pytest.raises(ValueError, match=f"^Invalid {name}: "):
-        posterior(seen, np.eye(2), **given)
-
-
-@pytest.mark.parametrize("time", [-1.0, NAN, INF])
-def test_a_time_that_cannot_have_been_seen_is_refused(time):
-    zero = np.zeros(2)
-    assert_refused(
-        lambda: Seen(time=time, start=zero, weights=zero, integral=zero, control=zero), "time", time
-    )
-
-
-def test_what_was_seen_has_numbers_of_one_shape():
-    zero = np.zeros(2)
-    given = {"time": 1.0, "start": zero, "weights": zero, "integral": zero, "control": 0.0}
-    Seen(**given)
-    Seen(**given | {"weights": np.zeros((5, 2)), "integral": np.zeros((5, 2))})
-    for name in ("start", "weights", "integral", "control"):
-        with pytest.raises(ValueError, match=rf"^Invalid {name}: .*nan"):
-            Seen(**given | {name: [0.0, NAN]})
-        with pytest.raises(ValueError, match=r"equal shapes"):
-            Seen(**given | {name: np.zeros(3)})
-
-
-@pytest.mark.parametrize("steps", [1000, 30, 3, 1])
-@pytest.mark.parametrize("alpha", [1.0, 30.0, 1e3, 1e5])
-def test_exact_steps_may_be_as_long_as_the_run(alpha, steps):
-    """Without control weights and mean have a known law, however coarse the steps."""
-    problem, paths = Diffusion(curvature=alpha, horizon=3.0), 4000
-    ended = simulate.simulate(problem, simulate.uncontrolled, 0.0, 0.0, steps=steps, paths=paths, seed=3)
-    whole = alpha * 3.0
-    spent, twice = -np.expm1(-whole), -np.expm1(-2 * whole)
-    last = twice / (2 * alpha)
-    mean = (3.0 - 2 * spent / alpha + twice / (2 * alpha)) / (alpha * 3.0) ** 2
-    for found, expected in ((ended.last, last), (ended.mean, mean)):
-        assert np.var(found) == pytest.approx(expected, rel=4 * np.sqrt(2 / paths))
-
-
-def test_an_estimate_without_prior_needs_time_and_an_invertible_curvature():
-    zero = np.zeros(2)
-    at_once = Seen(time=0.0, start=zero, weights=zero, integral=zero, control=zero)
-    later = Seen(time=1.0, start=zero, weights=zero, integral=zero, control=zero)
-    assert_refused(lambda: flat_prior_estimate(at_once, np.eye(2)), "time", 0.0)
-    for singular in (np.ones((2, 2)), np.zeros((2, 2)), np.diag([1.0, 0.0])):
-        assert_refused(lambda matrix=singular: flat_prior_estimate(later, matrix), "curvature", singular)
-    assert_refused(lambda: flat_prior_estimate(later, HOLED), "curvature", HOLED)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("horizon", 0.0), ("horizon", NAN), ("penalty", 0.0), ("penalty", -1.0), ("curvature", NAN)],
-)
-def test_a_diffusion_that_is_none_is_refused(name, value):
-    given = {"curvature": 1.0, "horizon": 1.0, "penalty": 0.1}
-    Diffusion(**given)
-    assert_refused(lambda: Diffusion(**{**given, name: value}), name, value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("steps", 0), ("steps", 1.5), ("paths", 1), ("paths", 2.0), ("method", "heun")],
-)
-def test_a_simulation_that_is_none_is_refused(name, value):
-    given = {"steps": 2, "paths": 2, "method": "exact", name: value}
-    problem = Diffusion(curvature=1.0, horizon=1.0)
-    assert_refused(lambda: simulate.simulate(problem, simulate.uncontrolled, 0.0, 0.0, **given), name, value)
-
-
-def test_the_far_approximation_refuses_to_be_near():
-    assert_refused(lambda: original_gain_far(1.0, 0.1, 1.5), "curvature", 1.0)
-    assert_refused(lambda: original_gain_far(1.0, 0.1, 9.0, 8.0), "curvature", 1.0)
-    assert_refused(lambda: original_gain_far(-1.0, 0.1, 9.0), "curvature", -1.0)
-    assert original_gain_far(1.0, 0.1, 1.6) > 0
-
-
 @pytest.mark.parametrize("time", [0.0, 4e5])
 def test_a_long_way_takes_no_longer_than_a_short_one(time):
     """Doubling: pieces of a fixed length would be a million here, or 10^10 in the second."""
     horizon = 1e6
-    found = original_problem(1.0, 0.01, horizon).riccati(time)
+    found = gains.original_problem(1.0, 0.01, horizon).riccati(time)
     exact = original_riccati(1.0, 0.01, horizon, time)
     expected = np.array([[exact.m, exact.n], [exact.n, exact.s]])
     np.testing.assert_allclose(found, expected, rtol=1e-9)
     matrix = np.array([[1.0, 0.5], [0.0, 1e-4]])
     m = original_riccati_matrix(matrix, 1e-6, 1e4, 0.0).m
     assert np.all(np.isfinite(m)) and np.linalg.eigvalsh(m)[0] > 0
-
-
-def test_diagonal_gains_control_each_coordinate_by_its_own():
-    seen = Seen(time=1.0, start=np.zeros(2), weights=np.ones((3, 2)), integral=np.ones((3, 2)), control=0.0)
-    apart = original_gains([0.5, 2.0], 0.1, 4.0, 1.0)
-    together = original_gains_matrix(np.diag([0.5, 2.0]), 0.1, 4.0, 1.0)
-    ours = [certainty_equivalent_control(seen, np.array([3.0, 5.0]), some) for some in (apart, together)]
-    np.testing.assert_allclose(*ours, rtol=1e-12)
-
-
-def test_a_start_or_time_that_is_no_number_is_refused():
-    problem = Diffusion(curvature=1.0, horizon=1.0)
-    run = {"steps": 2, "paths": 2}
-    assert_refused(lambda: simulate.simulate(problem, simulate.uncontrolled, NAN, 0.0, **run), "start", NAN)
-    assert_refused(lambda: simulate.simulate(problem, simulate.uncontrolled, 0.0, NAN, **run), "optimum", NAN)
-    assert_refused(lambda: original_riccati_matrix(np.eye(2), 0.1, 1.0, [0.1, 0.2]), "time", [0.1, 0.2])

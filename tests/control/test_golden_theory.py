@@ -5,17 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from paceline.control import bounds, discrete, gains, limits, lqg, unknown
+from paceline.control import bounds, gains, limits, lqg, recursion, unknown
+from paceline.optim.averages import BEMA
 
 CASES = json.loads((Path(__file__).parent.parent / "golden" / "golden_theory.json").read_text())
 
 
 def _trajectory(theta0, A, eta, C, beta, variant, steps, noise):
     assert noise == "sin(k)"
-    pair, seen = discrete.Pair(np.array(theta0), np.array(theta0)), []
+    pair, seen = recursion.Pair(np.array(theta0), np.array(theta0)), []
     for k in range(steps):
-        pair = discrete.step(pair, np.array(A) * pair.live + np.sin(k), eta, C, beta, variant)
+        pair = recursion.step(pair, np.array(A) * pair.live + np.sin(k), eta, C, beta, variant)
         seen.append(pair)
     return seen
 
@@ -29,6 +31,17 @@ def _posterior(theta, theta0, int_theta, int_u, t, A, Sigma, m0, P0):
 def _control(theta, int_theta, mu, A, lam, T, t):
     seen = unknown.Seen(time=t, start=theta, weights=theta, integral=int_theta, control=np.zeros_like(mu))
     return unknown.certainty_equivalent_control(seen, mu, gains.original_gains_matrix(A, lam, T, t))
+
+
+def bema(thetas, kappa, eta, gamma, rho, uf):
+    """The EMA and the BEMA of a trajectory, as the optimizer keeps them."""
+    rule = BEMA(power=kappa, bias_power=eta, offset=rho, scale=gamma, every=uf)
+    path = torch.tensor(np.array(thetas), dtype=torch.float64)
+    parts, seen = {name: [path[0].clone()] for name in rule.parts}, []
+    for t, live in enumerate(path[1:], 1):
+        rule.move_(parts, [live], t)
+        seen.append([parts["ema"][0].tolist(), parts["average"][0].tolist()])
+    return np.array(seen).swapaxes(0, 1)
 
 
 def _without_t(function):
@@ -50,7 +63,9 @@ FUNCTIONS = {
     "gamma0_variant": lambda a, beta, c, eta2s2, variant: limits.limiting_error(a, beta, c, eta2s2, variant),
     "dgamma0_dc": lambda a, beta, c, eta2s2: limits.limiting_error_slope(a, beta, c, eta2s2),
     "spectral_radius": lambda a, beta, c: limits.spectral_radius(a, beta, c),
-    "finite_time_mse": lambda a, beta, c, x0, eta2s2, T: limits.finite_time_error(a, beta, c, x0, eta2s2, T),
+    "finite_time_mse": lambda a, beta, c, x0, eta2s2, T: recursion.stylized(a, beta, c).error_after(
+        T, x0, eta2s2
+    ),
     "optimal_c": lambda a, beta, clip: limits.optimal_pull(a, beta, clipped=clip),
     "gamma0_min": lambda a, beta, eta2s2: limits.least_limiting_error(a, beta, eta2s2),
     "convex_bound_tuned": lambda T, C, beta, G, sigma, delta: bounds.convex_bound_tuned(
@@ -61,7 +76,7 @@ FUNCTIONS = {
     ),
     "ar2_variance": lambda phi1, phi2, s2: limits.ar2_variance(phi1, phi2, s2),
     "stylized_trajectory": _trajectory,
-    "bema": lambda thetas, kappa, eta, gamma, rho, uf: discrete.bema(thetas, kappa, eta, gamma, rho, uf),
+    "bema": bema,
 }
 
 # The golden values of the one 4 x 4 matrix are themselves off by up to 3.3e-8 (relative, in one entry of S;

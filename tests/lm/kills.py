@@ -290,13 +290,13 @@ def runs_in(room: Path) -> dict[str, Run]:
         length=32,
         dropout=0.1,
         steps=14,
-        optimizer="adamw:control=push,every=2,return_power=0.8",
+        method="adamw+push:every=2,return_power=0.8",
         averages=("short=power:0.5", "bema:0.5"),
         schedule="wsd",
         telemetry_every=4,
         **common,
     )
-    sft = Run(task="sft", data=(chats,), model=model, length=64, epochs=1.5, optimizer="pace", **common)
+    sft = Run(task="sft", data=(chats,), model=model, length=64, epochs=1.5, method="pace", **common)
     return {"pretrain": pretrain, "sft": sft}
 
 

@@ -16,7 +16,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from paceline.lm.batch import IGNORED, Batch
-from paceline.lm.chat import ChatFormat, FirstFit, chat_rows, messages_of, open_chat, prepare_chat
+from paceline.lm.chat import ChatFormat, chat_rows, messages_of
+from paceline.lm.chat_samples import FirstFit, open_chat, prepare_chat
 from paceline.lm.evaluate import summed_loss
 from paceline.lm.gpt import GPT, GPTShape
 from paceline.lm.pretrained import Pretrained, load_pretrained
@@ -571,7 +572,7 @@ def test_the_same_rows_give_the_same_bytes(tmp_path, tokenizer):
 
 
 def test_progress_is_told(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("paceline.lm.chat._BATCH", 16)
+    monkeypatch.setattr("paceline.lm.chat_samples._BATCH", 16)
     told = []
     samples = prepared(tmp_path, tokenizer, progress=lambda *done: told.append(done))
     assert [conversations for conversations, _ in told] == [16, 32, 40]

@@ -15,12 +15,12 @@ from test_loop import PLAN, SHAPE
 from tiny import RandomTokens
 from torch import nn
 
-from paceline.lm import checkpoint, files
+from paceline.lm import checkpoint, files, packed
 from paceline.lm.checkpoint import Damaged
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.gpt import GPT
 from paceline.lm.loop import Progress, Trainee, train
-from paceline.runs import methods
+from paceline.runs import methods, names
 from paceline.runs.config import Run
 
 pytestmark = pytest.mark.slow
@@ -68,8 +68,8 @@ def saved(root, *, step=3, facts=None, **parts):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(value=VALUES)
 def test_plain_values_come_back_as_they_were(value):
-    packed = json.loads(json.dumps(checkpoint._pack({"value": value}, "", {}), allow_nan=False))
-    assert same(checkpoint._unpack(packed, {}), {"value": value})
+    written = json.loads(json.dumps(packed.pack({"value": value}, "", {}), allow_nan=False))
+    assert same(packed.unpack(written, {}), {"value": value})
 
 
 def test_facts_and_tensors_come_back_from_the_disk(tmp_path):
@@ -153,11 +153,11 @@ SPECS = [
     "pace:every=3,return_power=0.8",
     "pace:c=inf",
     "pace:average_dtype=bfloat16",
-    "pace:control=none",
-    "push",
-    "push:average_dtype=int8",
-    "adamw:control=push",
-    "adamw:control=pull,strength=inf,average_dtype=bfloat16",
+    "pace+none",
+    "pace+push",
+    "pace+push:average_dtype=int8",
+    "adamw+push",
+    "adamw+pull:strength=inf,average_dtype=bfloat16",
     "ademamix",
     "sgd",
     "sgd:momentum=0.9",
@@ -166,14 +166,23 @@ SPECS = [
     "ema_nesterov",
     "schedule_free",
 ]
-AVERAGES = ("power:0.7", "long=half_life:0.1", "decay:0.9", "polynomial:8", "bema:0.5", "blend:0.5,power,0.7")
+AVERAGES = (
+    "power:0.7",
+    "long=half_life:0.1",
+    "decay:0.9",
+    "polynomial:8",
+    "bema:0.5",
+    "ema",
+    "short_ema",
+    "blend:0.5,power,0.7",
+)
 
 
 def trainee_of(spec, averages, seed):
     torch.manual_seed(seed)
-    run = Run(optimizer=spec, averages=averages, steps=20, lr=1e-2, schedule="wsd", data=("x",))
+    run = Run(method=spec, averages=averages, steps=20, lr=1e-2, schedule="wsd", data=("x",))
     model = GPT(SHAPE)
-    optimizer = methods.make_optimizer(run, model)
+    optimizer = methods.make_optimizer(run, model, 20)
     views, _ = methods.make_views(run, optimizer, model)
     return Trainee(
         model=model,
@@ -186,16 +195,15 @@ def trainee_of(spec, averages, seed):
 
 
 def test_all_optimizers_are_tried():
-    not_released = {"schedule_free_plus"}
-    assert {spec.partition(":")[0] for spec in SPECS} == set(methods.OPTIMIZERS) - not_released
-    assert {spec.rpartition("=")[2].partition(":")[0] for spec in AVERAGES} == set(methods.AVERAGES)
+    assert {names.parse(spec).optimizer.word for spec in SPECS} == set(names.BASES)
+    assert {names.parse(spec).control for spec in SPECS} == {*names.CONTROLS, None}
+    assert {spec.word for spec in names.averages_of(AVERAGES).values()} == set(names.AVERAGES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "averages"),
-    [(spec, ()) for spec in SPECS]
-    + [("adamw", AVERAGES), ("adamw:control=push", AVERAGES), ("sgd", AVERAGES[1:])],
+    [(spec, ()) for spec in SPECS] + [("adamw", AVERAGES), ("adamw+push", AVERAGES), ("sgd", AVERAGES[1:])],
 )
 def test_every_optimizer_goes_on_to_the_bit(tmp_path, spec, averages):
     plan = dataclasses.replace(PLAN, steps=6, evaluate_every=3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paceline.lm.gpt import GPT, GPTShape, from_transformers, shape_of, to_transformers
+from paceline.lm.gpt import GPT, GPTShape, shape_of, to_transformers
 
 pytestmark = pytest.mark.slow
 
@@ -54,13 +54,14 @@ def test_a_name_says_how_many_parameters(name):
     assert count == pytest.approx(1e6 * float(name[4:-1]), rel=0.2)
 
 
-def test_logits_are_those_of_transformers():
-    ours = make()
+@pytest.mark.parametrize("multiple", [1, 64])
+def test_logits_are_those_of_transformers(multiple):
+    ours = make(replace(SHAPE, vocabulary_multiple=multiple))
     theirs = to_transformers(ours)
     tokens = some_tokens()
     expected = theirs(tokens).logits
     assert expected.abs().max() > 1
-    torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours(tokens)[..., : SHAPE.vocabulary], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_are_those_of_transformers():
@@ -73,23 +74,6 @@ def test_gradients_are_those_of_transformers():
     torch.testing.assert_close(ours.tokens.weight.grad, weights["transformer.wte.weight"].grad)
     theirs_in = weights["transformer.h.1.attn.c_attn.weight"].grad
     torch.testing.assert_close(ours.blocks[1].attention_in.weight.grad, theirs_in.T)
-
-
-@pytest.mark.parametrize("multiple", [1, 64])
-def test_to_transformers_and_back_is_the_identity(multiple):
-    shape = GPTShape(vocabulary=61, length=12, width=32, layers=3, heads=4, vocabulary_multiple=multiple)
-    ours = make(shape)
-    back = from_transformers(to_transformers(ours), vocabulary_multiple=multiple)
-    assert back.shape == shape
-    for (name, a), (_, b) in zip(ours.named_parameters(), back.named_parameters(), strict=True):
-        assert torch.equal(a[:61] if name == "tokens.weight" else a, b[:61] if name == "tokens.weight" else b)
-
-
-def test_another_architecture_is_refused():
-    theirs = to_transformers(make())
-    theirs.config.activation_function = "relu"
-    with pytest.raises(ValueError, match="activation_function is 'relu'"):
-        from_transformers(theirs)
 
 
 def test_exporting_draws_no_random_number():

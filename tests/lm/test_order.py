@@ -160,14 +160,6 @@ def test_workers_change_nothing(stop):
     assert_equal(batches(order, range(stop, stop + 20), workers=2), whole[stop : stop + 20])
 
 
-@pytest.mark.slow
-def test_a_run_with_workers_goes_on_wherever_it_stopped():
-    order = Order(samples=203, batch_size=4, seed=9)
-    whole = batches(order, range(4 * 203 // 4 + 20), workers=0)
-    for stop in np.random.default_rng(1).integers(0, len(whole) - 20, 8):
-        assert_equal(batches(order, range(stop, stop + 20), workers=2), whole[stop : stop + 20])
-
-
 def test_the_loader_leaves_the_random_numbers_of_the_run_alone():
     order = Order(samples=10, batch_size=2, seed=0)
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ SETTINGS = (
         "12",
     ),
     *("--evaluate-every", "4", "--checkpoint-every", "1", "--warmup", "2", "--device", "cpu"),
-    *("--optimizer", "pace:c=0.3,every=3,return_power=0.8"),
+    *("--method", "pace:c=0.3,every=3,return_power=0.8"),
 )
 
 

@@ -493,7 +493,7 @@ def test_nothing_unseen_reaches_the_terminal(trained, runs, tmp_path, monkeypatc
     for words in (
         ["train", "pretrain", "--out", "x", f"--{word}", "1"],
         ["train", "pretrain", "--out", "x", "--steps", word],
-        ["train", "pretrain", "--out", "x", "--steps", "1", "--optimizer", word],
+        ["train", "pretrain", "--out", "x", "--steps", "1", "--method", word],
         ["train", "pretrain", "--out", "x", "--steps", "1", "--data", word],
         ["train", "pretrain", "--out", "x", "--steps", "1", "--model", word],
         ["eval", str(folder)],

@@ -1,14 +1,16 @@
 """The runs of the paper's experiments against its tables, typed here once more by hand."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
-from paceline.paper.cells import readings
-from paceline.paper.labels import EXPERIMENTS, cells, runs
+from paceline.paper.labels import FIGURES, figures, runs_of
+from paceline.paper.panels import readings
 from paceline.paper.scales import CPU, GPU, PAPER, SCALES, located
-from paceline.runs.config import ConfigError, parse_spec
+from paceline.runs.names import ConfigError, parse_spec
 
 # --- Typed from the paper -------------------------------------------------------------------------------
 
@@ -96,25 +98,44 @@ BASELINES = [
 ]  # fmt: skip
 
 
+@cache
+def kept(scale_name):
+    """The runs of everything by name, which keep the checkpoints that others continue."""
+    return {one.name: one.run for one in runs_of(["all"], SCALES[scale_name])}
+
+
+@cache
+def cells(label, scale_name="paper"):
+    """The runs of a label under each model that they stand for, with their tags as fields."""
+    once = {(one.tags["model"], one.name): one for one in FIGURES[label].runs(SCALES[scale_name])}
+    return sorted(
+        (
+            SimpleNamespace(name=one.name, one=one, run=kept(scale_name)[one.name], **one.tags)
+            for one in once.values()
+        ),
+        key=lambda cell: cell.run.after is not None,
+    )
+
+
 def found(label, model, method, **wanted):
     """The cells of a label with these values."""
     return [
         cell
-        for cell in cells(label, PAPER)
+        for cell in cells(label)
         if (cell.model, cell.method) == (model, method)
         and all(getattr(cell, k) == v for k, v in wanted.items())
     ]
 
 
-def everything(scale):
-    return {cell.name: cell for label in EXPERIMENTS for cell in cells(label, scale)}
+def everything(scale_name="paper"):
+    return {cell.name: cell for label in FIGURES for cell in cells(label, scale_name)}
 
 
 # --- Against what is defined ----------------------------------------------------------------------------
 
 
 def test_every_figure_of_the_paper_is_there():
-    assert set(EXPERIMENTS) == LABELS and len(LABELS) == 20
+    assert set(FIGURES) == LABELS and len(LABELS) == 20
 
 
 @pytest.mark.parametrize("labels, model, rates, strengths, powers, periods", SWEEPS)
@@ -157,9 +178,9 @@ def test_schedule_free_has_its_authors_settings(model, rates):
         own = found(label, model, "Schedule-Free")
         assert {cell.lr for cell in own} == rates
         for run in (cell.run for cell in own):
-            assert parse_spec(run.optimizer) == (
-                "schedule_free", [], {"betas": (0.98, 0.95), "weight_decay": 0.05}
-            )  # fmt: skip
+            spec = parse_spec(run.method)
+            assert spec.word == "schedule_free" and not spec.values
+            assert spec.settings == {"betas": (0.98, 0.95), "weight_decay": 0.05}
             assert run.clip_norm is None and run.schedule == "constant" and run.steps == MODELS[model][4]
 
 
@@ -189,7 +210,7 @@ def test_the_river_decays_pace_too():
 @pytest.mark.parametrize("model", MODELS)
 def test_models_and_budgets(model):
     name, data, length, batch, steps = MODELS[model]
-    own = [cell for cell in everything(PAPER).values() if cell.model == model]
+    own = [cell for cell in everything().values() if cell.model == model]
     assert own
     for run in (cell.run for cell in own):
         assert (run.model, run.data, run.length, run.batch_size) == (name, (data,), length, batch)
@@ -202,14 +223,15 @@ def test_models_and_budgets(model):
 
 def test_settings_that_all_runs_share():
     adamw = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-    for cell in everything(PAPER).values():
+    for cell in everything().values():
         run = cell.run
         assert (run.warmup, run.precision, run.dropout, run.lr) == (50, "bfloat16", 0.0, cell.lr)
         assert run.seed == cell.seed and run.skip_nonfinite == 0
         schedule = {"wsd": "wsd:decay=0.2"}.get(cell.schedule, cell.schedule)
         assert run.schedule == schedule and (run.fork is not None) == (cell.schedule == "wsd")
-        name, positional, settings = parse_spec(run.optimizer)
-        assert not positional
+        spec = parse_spec(run.method)
+        name, settings = spec.word, spec.settings
+        assert not spec.values
         if cell.method == "Schedule-Free":
             continue
         assert run.clip_norm == 1.0
@@ -228,8 +250,9 @@ def test_every_ema_of_a_figure_is_beside_one_run_of_adamw():
         "gpt2-124m": {(0.1, 1), (0.2, 1), (0.3, 1), (0.5, 1), (0.7, 1)},
     }
     for model, averages in expected.items():
-        cell = next(c for c in everything(PAPER).values() if (c.model, c.method) == (model, "AdamW"))
-        assert {(r.kappa, r.uf) for r in readings(cell) if r.method == "EMA"} == averages
+        cell = next(c for c in everything().values() if (c.model, c.method) == (model, "AdamW"))
+        found = [tags for _, tags in readings(cell.one)]
+        assert {(tags["kappa"], tags["uf"]) for tags in found if tags["method"] == "EMA"} == averages
         specs = {f"power:{k}" + ("" if uf == 1 else f",every={uf}") for k, uf in averages}
         assert set(cell.run.averages) == specs
 
@@ -237,64 +260,63 @@ def test_every_ema_of_a_figure_is_beside_one_run_of_adamw():
 # --- Names, order, scales -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+@pytest.mark.parametrize("scale", SCALES)
 def test_one_name_is_one_run_and_one_run_has_one_name(scale):
-    named = {}
-    for label in EXPERIMENTS:
-        own = cells(label, scale)
-        seen = set()
-        for cell in own:
-            assert named.setdefault(cell.name, cell.run) == cell.run
-            assert cell.run.after is None or cell.run.after[0] in seen, (
-                "a run before the one that it goes on from"
-            )
-            seen.add(cell.name)
-        assert list(runs(label, scale)) == list(dict.fromkeys(cell.name for cell in own))
+    named, seen = kept(scale), set()
+    for name, run in named.items():
+        assert run.after is None or run.after[0] in seen, "a run before the one that it continues"
+        seen.add(name)
+    assert seen == everything(scale).keys()
+    for label in FIGURES:
+        own = {cell.name: cell for cell in cells(label, scale)}
+        assert all(replace(cell.one.run, keep_steps=cell.run.keep_steps) == cell.run for cell in own.values())
+        assert {cell.run.after[0] for cell in own.values() if cell.run.after} <= own.keys()
     without = {name: replace(run, keep_steps=()) for name, run in named.items()}
     assert len(set(without.values())) == len(named)
     assert all(len(name) < 100 and "/" not in name and "@" not in name for name in named)
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+@pytest.mark.parametrize("scale", SCALES)
 def test_checkpoints_to_fork_from_are_kept_and_no_others(scale):
     wanted = {}
-    for cell in everything(scale).values():
-        if cell.run.after is not None:
-            wanted.setdefault(cell.run.after[0], set()).add(cell.run.after[1])
-    for name, cell in everything(scale).items():
-        assert set(cell.run.keep_steps) == wanted.get(name, set())
-        assert all(step < cell.run.steps for step in cell.run.keep_steps)
+    for run in kept(scale).values():
+        if run.after is not None:
+            wanted.setdefault(run.after[0], set()).add(run.after[1])
+    for name, run in kept(scale).items():
+        assert set(run.keep_steps) == wanted.get(name, set())
+        assert all(step < run.steps for step in run.keep_steps)
 
 
 def test_scales_differ_in_model_data_and_budget_only():
-    for label in EXPERIMENTS:
+    for label in FIGURES:
         kinds = [
             [(c.model, c.method, c.lr, c.c, c.kappa, c.uf, c.schedule, c.seed) for c in cells(label, scale)]
-            for scale in (PAPER, GPU, CPU)
+            for scale in SCALES
         ]
         assert sorted(map(str, kinds[0])) == sorted(map(str, kinds[1])) == sorted(map(str, kinds[2]))
-    for cell in everything(CPU).values():
+    for cell in everything("cpu").values():
         run = cell.run
         assert (run.warmup, run.clip_norm) == (50, None if cell.method == "Schedule-Free" else 1.0)
-    assert {cell.run.model for cell in everything(GPU).values()} == {"gpt:7m", "HuggingFaceTB/SmolLM2-135M"}
+    models = {cell.run.model for cell in everything("gpu").values()}
+    assert models == {"gpt:7m", "HuggingFaceTB/SmolLM2-135M"}
 
 
 def test_data_of_this_machine_change_no_name():
-    here = located(
-        PAPER, text=("t.jsonl",), text_held_out=("v.jsonl",), chat=("c.jsonl",), tulu=("u.jsonl",),
-        models={"Qwen/Qwen3-1.7B": "qwen"},
-    )  # fmt: skip
-    assert everything(here).keys() == everything(PAPER).keys()
-    data = {
-        cell.model: (cell.run.data, cell.run.held_out, cell.run.model) for cell in everything(here).values()
-    }
-    assert data["gpt2-124m"] == (("t.jsonl",), ("v.jsonl",), "gpt2")
-    assert data["qwen3-1.7b"] == (("c.jsonl",), (), "qwen")
-    assert data["qwen3-1.7b-tulu"] == (("u.jsonl",), (), "qwen")
-    with pytest.raises(ConfigError, match="scale paper has no model 'gpt3'; there are"):
-        located(PAPER, models={"gpt3": "x"})
+    data = {"text": ("t.jsonl",), "text_held_out": ("v.jsonl",), "chat": ("c.jsonl",), "tulu": ("u.jsonl",)}
+    here = located(PAPER, data=data, models={"qwen3-1.7b": "qwen"})
+    runs = runs_of(["all"], here)
+    assert {one.name for one in runs} == everything().keys()
+    places = {one.tags["model"]: (one.run.data, one.run.held_out, one.run.model) for one in runs}
+    assert places["gpt2-124m"] == (("t.jsonl",), ("v.jsonl",), "gpt2")
+    assert places["qwen3-1.7b"] == (("c.jsonl",), (), "qwen")
+    assert places["qwen3-1.7b-tulu"] == (("u.jsonl",), (), "qwen")
+    # At a smaller scale tulu-3 is the same run as the other data, which it therefore reads.
+    small = runs_of(["appendix_tulu_qwen"], located(GPU, data=data))
+    assert {one.run.data for one in small} == {("c.jsonl",)}
+    with pytest.raises(ConfigError, match="scale cpu fine-tunes no 'gpt3'; there are tiny-chat-model"):
+        located(CPU, models={"gpt3": "x"})
 
 
 def test_an_unknown_label_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"no label 'fig:clip_frac' \(did you mean fig:"):
-        cells("fig:clip_frac", PAPER)
+        figures(["fig:clip_frac"])

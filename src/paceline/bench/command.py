@@ -5,17 +5,15 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.runs.config import ConfigError
+from paceline.runs.terminal import Command, say
 
 if TYPE_CHECKING:
     from paceline.bench.measure import Row
-
-Say = Callable[[str], None]
 
 EXAMPLES = """examples:
   paceline bench
@@ -45,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a record in JSON")
 
 
-def run(options: argparse.Namespace, say: Say) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure, show a line for each optimizer as it is done, and keep the record up to date."""
     from paceline.bench.measure import measure
     from paceline.bench.subjects import MODELS, SEED
@@ -124,3 +122,14 @@ def environment(device: str) -> dict[str, Any]:
     machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
     hardware = known["gpu"] if device == "cuda" else machine
     return {"date": date.today().isoformat(), "device": device, "hardware": hardware, **known}
+
+
+COMMANDS = (
+    Command(
+        name="bench",
+        help="time and memory of an optimizer's step on this machine, next to AdamW",
+        examples=EXAMPLES,
+        add=add,
+        run=run,
+    ),
+)

@@ -7,11 +7,11 @@
     gains    the gains of the best controller, and the approximations that lead to PACE
     unknown  estimates of an unknown optimum, and control by an estimate
     simulate simulation of the controlled diffusion, many paths in parallel
-    recursion, limits   one coordinate of a quadratic: limiting and finite-time errors
+    recursion, limits   the stylised update, and its errors on one coordinate of a quadratic
     bounds   guarantees for every convex loss
     family   EMA, EMA-Nesterov, GPA, Schedule-Free and PACE as one recursion
     drift    a quadratic whose optimum moves: when to push away from the average
-    discrete the stylised update on quadratics, convex losses and real data
+    discrete the stylised update on convex losses and real data
     advice   sentences about the strength and the averaging power of a run
 
 All formulas are the corrected ones. Docstrings name the paper's label and, if it has an error, its number
@@ -34,7 +34,6 @@ from paceline.control.gains import (
 )
 from paceline.control.limits import (
     error_at_equal_speed,
-    finite_time_error,
     limiting_error,
     optimal_pull,
     spectral_radius,
@@ -52,7 +51,6 @@ __all__ = [
     "convex_bound",
     "convex_bound_tuned",
     "error_at_equal_speed",
-    "finite_time_error",
     "flat_prior_estimate",
     "limiting_error",
     "optimal_pull",

@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
-from paceline.control.checks import finite, not_negative, number, one, positive, require, whole
+from paceline.control.checks import number, one, positive, whole
 from paceline.control.family import right_ratio, speed_factor
-from paceline.control.limits import improvement, spectral_radius
 
 POWERS = (0.3, 0.5, 0.7)
 """The averaging powers that `advise` compares."""
@@ -28,8 +25,6 @@ class Situation:
     """The factor on lr of the base's step, as in `Control`; 1 + R keeps the meaning of lr."""
     best_lr: float | None = None
     """The best learning rate of AdamW with an average; None if unknown."""
-    speeds: tuple[float, float] | None = None
-    """The least and largest η · curvature/√v̂: the share of the way to the optimum that one step takes."""
 
     def __post_init__(self) -> None:
         one("lr", positive("lr", self.lr))
@@ -39,37 +34,6 @@ class Situation:
         one("step", positive("step", self.step))
         if self.best_lr is not None:
             one("best_lr", positive("best_lr", self.best_lr))
-        if self.speeds is not None:
-            speeds = positive("speeds", self.speeds)
-            ok = speeds.shape == (2,) and bool(speeds[0] <= speeds[1])
-            require(ok, "speeds", self.speeds, "two numbers, the least first")
-
-    @classmethod
-    def of_pace(
-        cls,
-        *,
-        lr: float,
-        steps: int,
-        root: float,
-        strength: float = 3e-3,
-        power: float = 0.5,
-        best_lr: float | None = None,
-        curvature: tuple[float, float] | None = None,
-    ) -> "Situation":
-        """Return the situation for PACE's settings and `root`, which is √v̂ of a typical coordinate.
-
-        `root` is the typical size of its gradients, noise included.
-        """
-        scale = float(one("lr", positive("lr", lr)) / one("root", positive("root", root)))
-        speeds = None if curvature is None else finite("curvature", curvature) * scale
-        return cls(
-            lr=lr,
-            steps=steps,
-            ratio=scale * one("strength", not_negative("strength", strength)),
-            power=power,
-            best_lr=best_lr,
-            speeds=None if speeds is None else (float(speeds[0]), float(speeds[-1])),
-        )
 
     def rate(self, power: float | None = None) -> float:
         """Return β at the last step, for another power than `self.power` if one is given."""
@@ -108,8 +72,6 @@ def advise(run: Situation) -> list[str]:
     if run.right_ratio is not None and run.best_lr is not None:
         about = _about_rate(run.best_lr, run.right_ratio)
         lines.append(about if run.step == 1 else _about_kept_rate(run, run.best_lr))
-    if run.speeds is not None:
-        lines.extend(_about_curvature(run, run.speeds))
     return lines
 
 
@@ -139,19 +101,3 @@ def _about_kept_rate(run: Situation, best: float) -> str:
     if 0.8 < times < 1.25:
         return "That is about the best one."
     return f"That is {times:.2g} times the best one: with this control lr {run.lr / times:.3g} is right."
-
-
-def _about_curvature(run: Situation, speeds: tuple[float, float]) -> list[str]:
-    lines = []
-    for name, speed in zip(("flattest", "sharpest"), speeds, strict=True):
-        if speed >= 1:
-            lines.append(f"Along the {name} direction a step overshoots (η·curvature/√v̂ = {speed:.2g}).")
-            continue
-        error = float(improvement(speed, run.rate(), run.gain))
-        before, after = (spectral_radius(speed, run.rate(), pull) for pull in (0.0, run.gain))
-        lines.append(
-            f"Along the {name} direction the pull leaves {error:.2g} of the average's final error, and an "
-            f"old error lives {np.log(before) / np.log(after):.2g} times as long."
-        )
-    lines.append("Both come together: at equal speed a smaller learning rate without a pull ends lower.")
-    return lines

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import Array, finite, fraction, not_negative, number, positive, require, whole
+from paceline.control.checks import finite, fraction, not_negative, number, positive, require, whole
 
 
 class Tuned(NamedTuple):
@@ -56,7 +56,8 @@ def convex_bound_tuned(
     """Return the bounds at the best constant learning rate, and that rate.
 
     They are cor:convex_convergence_fixed_lr and thm:convex_convergence. `distance` is θ_1 − μ, for each
-    coordinate.
+    coordinate. The paper says that the loose one's 1/β "likely cannot be improved", which is wrong (E27):
+    with one pull for all coordinates, the tight bound is at most √(3/β − 2) times SGD's.
     """
     whole("steps", steps, 1)
     d2, factor, v, distance_norm, beta = _constants(pull, rate, lipschitz, sigma, distance)
@@ -66,16 +67,3 @@ def convex_bound_tuned(
         loose=float(np.sqrt(2 - beta) / beta * distance_norm * v / root),
         lr=float(np.sqrt(d2 / factor)),
     )
-
-
-def alike_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
-    """Return the largest ratio of the tight bound to SGD's, if all coordinates have one pull, C = cI.
-
-    It is √(B/β + 2/β − 2/B) with B = β + (1 − β)c, so at most √(3/β − 2). The paper says of its 1/β that it
-    "likely cannot be improved", which is wrong (E27): at β = .01 the ratio is 17 instead of 141.
-    """
-    beta = fraction("rate", rate)
-    c = number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1))
-    b = beta + (1 - beta) * c
-    factor: Array = np.sqrt(b / beta + 2 / beta - 2 / b)
-    return factor

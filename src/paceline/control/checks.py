@@ -84,7 +84,7 @@ def square(what: str, value: ArrayLike) -> Array:
     return matrix
 
 
-def symmetric(what: str, value: ArrayLike, *, definite: bool) -> Array:
+def symmetric(what: str, value: ArrayLike, *, definite: bool = False) -> Array:
     """Return a symmetric matrix, if it is positive definite (`definite`) or semidefinite."""
     matrix = square(what, value)
     size = float(np.max(np.abs(matrix), initial=0.0))

@@ -1,4 +1,4 @@
-"""The stylised update on quadratics, on other convex losses and on real data, many paths in parallel.
+"""The stylised update on convex losses and on real data, many paths in parallel.
 
 .. code-block:: text
 
@@ -21,48 +21,11 @@ from paceline.control.checks import (
     Array,
     checked_rate,
     finite,
-    not_negative,
-    number,
     positive,
     require,
-    symmetric,
     whole,
 )
-from paceline.control.recursion import VARIANTS, Variant
-
-# --- The update ---------------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    """The live weights and their average."""
-
-    live: Array
-    average: Array
-
-
-def step(
-    pair: Pair, gradient: Array, lr: float, pull: ArrayLike, rate: float, variant: Variant = "pre"
-) -> Pair:
-    """Return the weights after one update. The pull is a number, or one for each coordinate.
-
-    >>> import numpy as np
-    >>> here = Pair(np.array([1.0]), np.array([0.0]))
-    >>> step(here, np.array([2.0]), lr=0.1, pull=0.5, rate=0.25)
-    Pair(live=array([0.3]), average=array([0.075]))
-    """
-    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
-    checked_rate(rate)
-    live, average = pair
-    raw, strength = live - lr * gradient, np.asarray(pull, dtype=np.float64)
-    if variant == "pre":
-        new = raw + strength * (average - live)
-        return Pair(new, (1 - rate) * average + rate * new)
-    if variant == "post":
-        new = raw + strength * (average - raw)
-        return Pair(new, (1 - rate) * average + rate * new)
-    moved = (1 - rate) * average + rate * raw
-    return Pair(raw + strength * ((moved if variant == "lookahead" else average) - raw), moved)
-
+from paceline.control.recursion import VARIANTS, Pair, Variant, step
 
 # --- Losses -------------------------------------------------------------------------------------------
 
@@ -76,50 +39,6 @@ class Loss(Protocol):
     def optimum(self) -> Array: ...
     def value(self, weights: Array) -> Array: ...
     def gradient(self, weights: Array, rng: np.random.Generator) -> Array: ...
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Quadratic:
-    """The loss ½ (θ − μ)' A (θ − μ). Its gradients have Gaussian noise of standard deviation sigma."""
-
-    curvature: ArrayLike  # (d,): the diagonal of A; or A itself, (d, d)
-    sigma: float = 0.0
-    center: ArrayLike = 0.0  # μ
-
-    def __post_init__(self) -> None:
-        if finite("curvature", self.curvature).ndim > 1:
-            symmetric("curvature", self.curvature, definite=False)
-        else:
-            not_negative("curvature", self.curvature)
-        not_negative("sigma", self.sigma)
-        ok = finite("center", self.center).shape in ((), (1,), (self.size,))
-        require(ok, "center", self.center, f"a number, or {self.size}")
-
-    @property
-    def size(self) -> int:
-        return len(self._curvature)
-
-    @property
-    def optimum(self) -> Array:
-        return np.broadcast_to(np.asarray(self.center, float), (self.size,))
-
-    @property
-    def _curvature(self) -> Array:
-        return np.atleast_1d(np.asarray(self.curvature, dtype=np.float64))
-
-    def _times(self, gap: Array) -> Array:
-        product: Array = gap @ self._curvature.T if self._curvature.ndim == 2 else gap * self._curvature
-        return product
-
-    def value(self, weights: Array) -> Array:
-        gap = weights - self.optimum
-        total: Array = 0.5 * np.sum(gap * self._times(gap), axis=-1)
-        return total
-
-    def gradient(self, weights: Array, rng: np.random.Generator) -> Array:
-        exact = self._times(weights - self.optimum)
-        return exact if self.sigma == 0 else exact + self.sigma * rng.standard_normal(exact.shape)
 
 
 @final
@@ -237,7 +156,6 @@ class Ended(NamedTuple):
     live: Array  # θ_T
     average: Array  # E_T
     flat: Array  # the mean of θ_0 … θ_{T−1}, weighted by their learning rates
-    returned: Array  # a second average, of rate return_rate, which does not steer; without it E_T
 
 
 def train(
@@ -251,7 +169,6 @@ def train(
     paths: int = 1,
     seed: int = 0,
     variant: Variant = "pre",
-    return_rate: float | Callable[[int], float] | None = None,
 ) -> Ended:
     """Run the update from live = average = start, and return the weights at the end.
 
@@ -264,7 +181,7 @@ def train(
     begin = np.atleast_1d(finite("start", start))
     require(begin.shape == (loss.size,), "start", start, f"{loss.size} numbers")
     pair = Pair(np.tile(begin, (paths, 1)), np.tile(begin, (paths, 1)))
-    flat, weight, returned = np.zeros_like(pair.live), 0.0, pair.average
+    flat, weight = np.zeros_like(pair.live), 0.0
     for k in range(1, steps + 1):
         eta = float(positive("lr", lr(k) if callable(lr) else lr))
         beta = float(checked_rate(rate(k) if callable(rate) else rate))
@@ -275,43 +192,4 @@ def train(
             strength.shape in ((), (1,), begin.shape), "pull", strength.tolist(), f"1 or {loss.size} numbers"
         )
         pair = step(pair, gradient, eta, strength, beta, variant)
-        if return_rate is not None:
-            slow = float(checked_rate(return_rate(k) if callable(return_rate) else return_rate))
-            returned = (1 - slow) * returned + slow * pair.live
-    return Ended(pair.live, pair.average, flat / weight, pair.average if return_rate is None else returned)
-
-
-# --- BEMA ---------------------------------------------------------------------------------------------
-
-
-def bema(
-    weights: ArrayLike,
-    power: float,
-    bias_power: float,
-    scale: float = 1.0,
-    offset: float = 10.0,
-    every: int = 1,
-) -> tuple[Array, Array]:
-    """Return the EMA and the BEMA of a trajectory θ_0 … θ_T, at steps 1 to T: (T, d) each.
-
-    Rates are (offset + scale · t)^−power. The paper calls scale gamma and offset rho, but does not define
-    them (E23). BEMA adds (offset + scale · t)^−bias_power · (θ_t − θ_0) to the EMA. Both change at each
-    `every`-th step.
-    """
-    whole("every", every, 1)
-    not_negative("scale", scale)
-    number("offset", offset, "offset >= 0, offset + scale > 0", lambda x: (x >= 0) & (x + scale > 0))
-    for name, value in (("power", power), ("bias_power", bias_power)):
-        not_negative(name, value)
-    path = finite("weights", weights)
-    require(path.ndim >= 1 and len(path) >= 1, "weights", weights, "the weights of one step at least")
-    average, corrected = path[0], path[0]
-    averages, estimates = [], []
-    for t, here in enumerate(path[1:], 1):
-        if t % every == 0:
-            beta = (offset + scale * t) ** -power
-            average = (1 - beta) * average + beta * here
-            corrected = average + (offset + scale * t) ** -bias_power * (here - path[0])
-        averages.append(average)
-        estimates.append(corrected)
-    return np.array(averages), np.array(estimates)
+    return Ended(pair.live, pair.average, flat / weight)

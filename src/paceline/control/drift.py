@@ -24,7 +24,7 @@ power and its noise of the live weights gain a third of that at most, with κ ne
 and lr.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import numpy as np
@@ -164,14 +164,16 @@ def feed_forward(problem: LQG, time: float, entry: ArrayLike | None = None) -> A
 
     The problem is solved for the state (x, v). Without `entry`, each coordinate has a velocity of its own.
     """
-    a = checks.square("drift", problem.drift)
-    enters = np.eye(len(a)) if entry is None else np.atleast_2d(finite("entry", entry))
+    enters = np.eye(len(problem.drift)) if entry is None else np.atleast_2d(finite("entry", entry))
     n, m = enters.shape
-    inputs = np.eye(n) if problem.input is None else np.atleast_2d(np.asarray(problem.input, float))
-    costs = (problem.running_cost, problem.final_cost)
-    running, final = (c if c is None else np.pad(checks.square("cost", c), (0, m)) for c in costs)
-    drift, inputs = np.block([[a, -enters], [np.zeros((m, n + m))]]), np.pad(inputs, ((0, m), (0, 0)))
-    both = replace(problem, drift=drift, input=inputs, running_cost=running, final_cost=final, noise=None)
+    both = LQG(
+        drift=np.block([[problem.drift, -enters], [np.zeros((m, n + m))]]),
+        input=np.pad(problem.input, ((0, m), (0, 0))),
+        running_cost=np.pad(problem.running_cost, (0, m)),
+        final_cost=np.pad(problem.final_cost, (0, m)),
+        control_cost=problem.control_cost,
+        horizon=problem.horizon,
+    )
     return -both.gain(time)[:, n:]
 
 

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.linalg import cho_factor, cho_solve, expm
 
-from paceline.control.checks import Array, finite, one, positive, require, square, symmetric, time_in
+from paceline.control.checks import Array, finite, one, positive, require, square, time_in
 from paceline.control.lqg import LQG, scalar_riccati
 
 
@@ -87,23 +86,16 @@ def original_riccati_matrix(curvature: ArrayLike, penalty: float, horizon: float
     """Return M, N and S of thm:original_objective for any square A, symmetric or not, in closed form.
 
     The paper has an ODE for them. With H = ∫ e^(−As) ds, G = ∫ H H' ds, D = T² I + G/λ:
-    M = H' D⁻¹ H, N = H' D⁻¹, S = D⁻¹.
+    M = H' D⁻¹ H, N = H' D⁻¹, S = D⁻¹. If A is not symmetric, they are blocks of the doubled problem's P:
+    D cannot be inverted where only some directions grow by many orders of magnitude.
     """
-    a, lam, end = square("curvature", curvature), positive("penalty", penalty), positive("horizon", horizon)
-    one("time", finite("time", time))
+    a = square("curvature", curvature)
     if np.array_equal(a, a.T):
         values, vectors = np.linalg.eigh(a)
-        apart = original_riccati(values, penalty, horizon, time)
+        apart = original_riccati(values, penalty, horizon, one("time", finite("time", time)))
         return Riccati(*((vectors * block) @ vectors.T for block in apart))
-    h, g = _matrix_integrals(a, float(end - time_in(time, end)))
-    whole = float(end) ** 2 * np.eye(len(a)) + g / float(lam)
-    # If only some directions grow by many orders of magnitude, D cannot be inverted, though P stays small.
-    if not np.all(np.isfinite(whole)) or np.linalg.cond(whole) > 1e6:
-        p, n = original_problem(a, penalty, horizon).riccati(time), len(a)
-        return Riccati(m=p[:n, :n], n=p[:n, n:], s=p[n:, n:])
-    factor = cho_factor(whole)
-    s = cho_solve(factor, np.eye(len(a)))
-    return Riccati(m=h.T @ cho_solve(factor, h), n=cho_solve(factor, h).T, s=(s + s.T) / 2)
+    p, n = original_problem(a, penalty, horizon).riccati(time), len(a)
+    return Riccati(m=p[:n, :n], n=p[:n, n:], s=p[n:, n:])
 
 
 def original_gains_matrix(curvature: ArrayLike, penalty: float, horizon: float, time: float) -> Gains:
@@ -112,30 +104,17 @@ def original_gains_matrix(curvature: ArrayLike, penalty: float, horizon: float, 
     return Gains(toward=riccati.m / penalty, balance=riccati.n / penalty)
 
 
-def original_problem(
-    curvature: ArrayLike, penalty: float, horizon: float, covariance: ArrayLike | None = None
-) -> LQG:
+def original_problem(curvature: ArrayLike, penalty: float, horizon: float) -> LQG:
     """Return the problem of the returned mean as an LQG problem in the state (θ − μ, ∫ θ − μ)."""
     a = square("curvature", curvature)
     unit, none = np.eye(len(a)), np.zeros_like(a)
-    root = _root(covariance, len(a))
     return LQG(
         drift=np.block([[-a, none], [unit, none]]),
         input=np.vstack([unit, none]),
-        noise=np.vstack([root, none]),
         final_cost=np.block([[none, none], [none, unit / positive("horizon", horizon) ** 2]]),
         control_cost=positive("penalty", penalty) * unit,
         horizon=horizon,
     )
-
-
-def _root(covariance: ArrayLike | None, size: int) -> Array:
-    """Return a triangular square root of Σ; None stands for the identity."""
-    if covariance is None:
-        return np.eye(size)
-    matrix = symmetric("covariance", covariance, definite=True)
-    require(matrix.shape == (size, size), "covariance", covariance, f"a matrix of shape {(size, size)}")
-    return np.asarray(np.linalg.cholesky(matrix), dtype=np.float64)
 
 
 # --- The relaxed objective: the mean of squares instead of the square of the mean ----------------------
@@ -151,16 +130,12 @@ def relaxed_gain(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, t
     return scalar_riccati(-finite("curvature", curvature), 1 / end, lam, 0.0, end, time) / lam
 
 
-def relaxed_problem(
-    curvature: ArrayLike, penalty: float, horizon: float, covariance: ArrayLike | None = None
-) -> LQG:
+def relaxed_problem(curvature: ArrayLike, penalty: float, horizon: float) -> LQG:
     """Return the relaxed problem for any square A, as an LQG problem in θ − μ."""
     a = square("curvature", curvature)
-    unit = np.eye(len(a))
-    end = positive("horizon", horizon)
-    root = _root(covariance, len(a))
+    unit, end = np.eye(len(a)), positive("horizon", horizon)
     costs = {"running_cost": unit / end, "control_cost": positive("penalty", penalty) * unit}
-    return LQG(drift=-a, noise=root, horizon=horizon, **costs)
+    return LQG(drift=-a, horizon=horizon, **costs)
 
 
 # --- Approximations -----------------------------------------------------------------------------------
@@ -249,38 +224,3 @@ def integrals(curvature: ArrayLike, length: ArrayLike) -> tuple[Array, Array, Ar
     up = far * shrink**2 + spent * shrink - spent**2 / 2  # x < 0, times s²: E s = e^x − 1 = −spent
     g = np.where(near, series * shrink**2, np.where(far > 0, down, up) / far**3) * tau**3
     return h, g, shrink
-
-
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(14)
-
-
-def _matrix_integrals(a: Array, length: float) -> tuple[Array, Array]:
-    """Return H = ∫ e^(−As) ds and G = ∫ H H' ds over a length, for any square A.
-
-    The length is halved until Gauss and Legendre's rule is exact to rounding, and the integrals are then
-    doubled up to it.
-    """
-    # One exponential of a large matrix would contain e^(+Aτ), and G would be lost in its rounding.
-    n, unit = len(a), np.eye(len(a))
-    doublings = max(0, int(np.ceil(np.log2(max(float(np.linalg.norm(a, 2)) * length, 1e-300) / 0.5))))
-    piece = length / 2**doublings
-
-    def upto(s: float) -> tuple[Array, Array, Array]:
-        """Return e^(−As), ∫ e^(−A·) and ∫ H up to s."""
-        zero = np.zeros_like(a)
-        whole = expm(np.block([[-a, unit, zero], [zero, zero, unit], [zero, zero, zero]]) * s)
-        return whole[:n, :n], whole[:n, n : 2 * n], whole[:n, 2 * n :]
-
-    decay, h, k = upto(piece)
-    g = np.zeros_like(a)
-    for node, weight in zip(_NODES, _WEIGHTS, strict=True):
-        part = upto(piece * (node + 1) / 2)[1]
-        g += weight * piece / 2 * (part @ part.T)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for _ in range(doublings):
-            across = decay @ k @ h.T
-            g = g + piece * (h @ h.T) + across + across.T + decay @ g @ decay.T
-            k = k + piece * h + decay @ k
-            h = h + decay @ h
-            decay, piece = decay @ decay, 2 * piece
-    return h, (g + g.T) / 2

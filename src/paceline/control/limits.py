@@ -131,13 +131,6 @@ def spectral_radius(speed: float, rate: float, pull: float, variant: Variant = "
     return stylized(speed, rate, pull, variant).radius
 
 
-def finite_time_error(
-    speed: float, rate: float, pull: float, start: float, noise: float, steps: int, variant: Variant = "pre"
-) -> float:
-    """Return E[returned²] after `steps` from live = average = start."""
-    return stylized(speed, rate, pull, variant).error_after(steps, start, noise)
-
-
 def error_at_equal_speed(radius: float, pull: float) -> float:
     """Return the least limiting error of all learning rates and rates at one spectral radius, in σ²/α².
 
@@ -189,19 +182,8 @@ def improvement(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike) -> Array:
 
     By prop:improved_convergence_quadratic it is below 1 for small c. In fact it is so for every c up to the
     best one. It holds for averages of the new weights, E_{k+1} = (1 − β)E_k + βθ_{k+1}, not of the old ones
-    as printed (E18).
+    as printed (E18). For β < a < 1/8 and c = 1 it is at most 2a (prop:arbitrarily_large_improvement). The
+    paper proves 8a, and states the ratio to SGD's error (E17).
     """
     ratio: Array = limiting_error(speed, rate, pull) / limiting_error(speed, rate, 0.0)
     return ratio
-
-
-def large_improvement_bound(speed: ArrayLike, rate: ArrayLike) -> Array:
-    """Return 2a, a bound on γ₀(1)/γ₀(0) for β < a < 1/8 (prop:arbitrarily_large_improvement).
-
-    The paper proves 8a. It states the ratio to SGD's error, but proves the ratio to the average's (E17). 2 is
-    the least valid constant.
-    """
-    a = number("speed", speed, "rate < speed < 1/8", lambda x: (x > 0) & (x < 0.125))
-    beta = checked_rate(rate)
-    require(bool(np.all(beta < a)), "rate", rate, "rate < speed < 1/8")
-    return 2 * a

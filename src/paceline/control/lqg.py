@@ -10,12 +10,10 @@ its cor:lqg-finalcost is wrong (E2).
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.integrate import solve_ivp
 from scipy.linalg import expm
 
 from paceline.control.checks import (
@@ -32,79 +30,46 @@ from paceline.control.checks import (
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
 class LQG:
-    """A control problem with its solution.
+    """A control problem with its best control. The noise changes the cost, and not the control.
+
+    Arguments:
+        drift: A, (n, n).
+        horizon: T.
+        control_cost: R, (m, m), positive definite.
+        running_cost: Q, (n, n); None: 0.
+        final_cost: Q_f, (n, n); None: 0.
+        input: B, (n, m); None: the identity.
 
     >>> problem = LQG(drift=[[-1.0]], final_cost=[[1.0]], control_cost=[[0.5]], horizon=2.0)
     >>> round(problem.riccati(0.0).item(), 6)
     0.009242
     """
 
-    drift: ArrayLike  # A, (n, n)
-    horizon: float  # T
-    control_cost: ArrayLike  # R, (m, m), positive definite
-    running_cost: ArrayLike | None = None  # Q, (n, n); none: 0
-    final_cost: ArrayLike | None = None  # Q_f, (n, n); none: 0
-    input: ArrayLike | None = None  # B, (n, m); none: the identity
-    noise: ArrayLike | None = None  # C, (n, k); none: the identity
-
-    def __post_init__(self) -> None:
-        one("horizon", positive("horizon", self.horizon))
-        square("drift", self.drift)
-        symmetric("control_cost", self.control_cost, definite=True)
-        for name in ("running_cost", "final_cost"):
-            value = getattr(self, name)
-            if value is not None:
-                symmetric(name, value, definite=False)
-        for name in ("input", "noise"):
-            if (value := getattr(self, name)) is not None:
-                finite(name, value)
-        n, m = self._a.shape[0], self._r.shape[0]
-        for name, value, shape in (
-            ("running_cost", self._q, (n, n)),
-            ("final_cost", self._qf, (n, n)),
-            ("input", self._b, (n, m)),
-            ("noise", self._c, (n, self._c.shape[-1])),
+    def __init__(
+        self,
+        *,
+        drift: ArrayLike,
+        horizon: float,
+        control_cost: ArrayLike,
+        running_cost: ArrayLike | None = None,
+        final_cost: ArrayLike | None = None,
+        input: ArrayLike | None = None,
+    ) -> None:
+        self.horizon = one("horizon", positive("horizon", horizon))
+        self.drift = square("drift", drift)
+        n, none = len(self.drift), np.zeros_like(self.drift)
+        self.control_cost = symmetric("control_cost", control_cost, definite=True)
+        self.running_cost = symmetric("running_cost", none if running_cost is None else running_cost)
+        self.final_cost = symmetric("final_cost", none if final_cost is None else final_cost)
+        self.input = np.eye(n) if input is None else np.atleast_2d(finite("input", input))
+        for name, shape in (
+            ("running_cost", (n, n)),
+            ("final_cost", (n, n)),
+            ("input", (n, len(self.control_cost))),
         ):
+            value = getattr(self, name)
             require(value.shape == shape, name, value.shape, f"a matrix of shape {shape}")
-
-    # --- The matrices ---------------------------------------------------------------------------------
-
-    @cached_property
-    def _a(self) -> Array:
-        return square("drift", self.drift)
-
-    @cached_property
-    def _r(self) -> Array:
-        return square("control_cost", self.control_cost)
-
-    @cached_property
-    def _q(self) -> Array:
-        return self._or_zero(self.running_cost)
-
-    @cached_property
-    def _qf(self) -> Array:
-        return self._or_zero(self.final_cost)
-
-    @cached_property
-    def _b(self) -> Array:
-        return np.eye(len(self._a)) if self.input is None else np.atleast_2d(np.asarray(self.input, float))
-
-    @cached_property
-    def _c(self) -> Array:
-        return np.eye(len(self._a)) if self.noise is None else np.atleast_2d(np.asarray(self.noise, float))
-
-    @cached_property
-    def _brb(self) -> Array:
-        """The product B R⁻¹ B'."""
-        brb: Array = self._b @ np.linalg.solve(self._r, self._b.T)
-        return brb
-
-    def _or_zero(self, cost: ArrayLike | None) -> Array:
-        return np.zeros_like(self._a) if cost is None else square("cost", cost)
-
-    # --- The solution ---------------------------------------------------------------------------------
 
     def riccati(self, time: float) -> Array:
         """Return P at a time, in closed form: (n, n).
@@ -113,61 +78,26 @@ class LQG:
         change over a short interval is doubled and then applied repeatedly.
         """
         # Doubling ends when Ψ is so large that P would be lost in its rounding.
-        left = float(self.horizon - time_in(one("time", finite("time", time)), np.asarray(self.horizon)))
-        hamiltonian = np.block([[self._a, -self._brb], [-self._q, -self._a.T]])
+        left = self.horizon - float(time_in(one("time", finite("time", time)), np.asarray(self.horizon)))
+        brb = self.input @ np.linalg.solve(self.control_cost, self.input.T)
+        hamiltonian = np.block([[self.drift, -brb], [-self.running_cost, -self.drift.T]])
         size = float(np.linalg.norm(hamiltonian, 2))
         doublings = max(0, int(np.ceil(np.log2(max(2 * size * left, 1.0)))))
         change = _Change.over(hamiltonian, left / 2**doublings)
-        while doublings and np.linalg.norm(change.psi) < 10 * len(self._a):
+        while doublings and np.linalg.norm(change.psi) < 10 * len(self.drift):
             change, doublings = change.twice(), doublings - 1
-        value = self._qf
+        value = self.final_cost
         for _ in range(2**doublings):
             before, value = value, change.of(value)
             if np.array_equal(before, value):  # the steady state
                 break
         return value
 
-    def riccati_by_ode(self, times: ArrayLike) -> Array:
-        """Return P at several times: (times, n, n). It is slow, and independent of the closed form.
-
-        The Riccati equation is integrated backward from the horizon.
-        """
-        wanted = time_in(times, np.asarray(self.horizon)).reshape(-1)
-        return self._integrate(self.horizon - wanted)[0]
-
     def gain(self, time: float) -> Array:
         """Return K of the best control u = −K x at a time: (m, n)."""
-        return np.asarray(np.linalg.solve(self._r, self._b.T @ self.riccati(time)), dtype=np.float64)
-
-    def cost(self, start: ArrayLike) -> float:
-        """Return J of the best control from a start: x_0' P_0 x_0 + ∫ tr(P C C') dt."""
-        x = np.atleast_1d(finite("start", start))
-        require(x.shape == (len(self._a),), "start", start, f"{len(self._a)} numbers")
-        values, integral = self._integrate(np.array([self.horizon]))
-        return float(x @ values[0] @ x + integral)
-
-    def _integrate(self, left: Array) -> tuple[Array, float]:
-        """Return P at these times before the horizon, and ∫ tr(P C C') over the longest of them."""
-        n, cc = len(self._a), self._c @ self._c.T
-
-        def slope(_: float, state: Array) -> Array:
-            p = state[:-1].reshape(n, n)
-            change = self._a.T @ p + p @ self._a - p @ self._brb @ p + self._q
-            return np.append(change.reshape(-1), np.trace(p @ cc))
-
-        ends, places = np.unique(left, return_inverse=True)
-        begin = np.append(self._qf.reshape(-1), 0.0)
-        # The number of steps of an explicit method grows with the fastest rate times the horizon.
-        found = solve_ivp(
-            slope, (0.0, max(float(ends[-1]), 1e-300)), begin, "Radau" if self._is_stiff else "DOP853",
-            t_eval=ends, rtol=1e-11, atol=1e-14,
-        )  # fmt: skip
-        require(found.success, "problem", found.message, "one whose Riccati equation can be integrated")
-        return found.y[:-1].T.reshape(-1, n, n)[places], float(found.y[-1, -1])
-
-    @property
-    def _is_stiff(self) -> bool:
-        return float(np.linalg.norm(self._a, 2)) * self.horizon > 1e3
+        return np.asarray(
+            np.linalg.solve(self.control_cost, self.input.T @ self.riccati(time)), dtype=np.float64
+        )
 
 
 @final
@@ -206,23 +136,6 @@ class _Change:
         forward = np.linalg.solve(both, self.psi)
         theta = self.theta + self.psi @ np.linalg.solve(both, self.theta) @ self.psi.T
         return _Change(psi=self.psi @ forward, theta=(theta + theta.T) / 2, gamma=self.of(self.gamma))
-
-
-def with_running_cost(drift: ArrayLike, state: float, control: float, horizon: float) -> LQG:
-    """Return the problem of cor:lqg-scalarcost: Q = q I, R = r I, no final cost."""
-    unit = np.eye(len(square("drift", drift)))
-    q, r = positive("state", state) * unit, positive("control", control) * unit
-    return LQG(drift=drift, horizon=horizon, running_cost=q, control_cost=r)
-
-
-def with_final_cost(drift: ArrayLike, state: float, control: float, horizon: float) -> LQG:
-    """Return the problem of cor:lqg-finalcost: Q_f = q I, R = r I, no running cost.
-
-    Its Riccati equation has −dP/dt, not dP/dt as printed (E2).
-    """
-    unit = np.eye(len(square("drift", drift)))
-    q, r = positive("state", state) * unit, positive("control", control) * unit
-    return LQG(drift=drift, horizon=horizon, final_cost=q, control_cost=r)
 
 
 def scalar_riccati(

@@ -9,11 +9,10 @@ methods on quadratics is about such recursions.
 """
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.linalg import solve_discrete_lyapunov
 
 from paceline.control.checks import Array, checked_rate, finite, not_negative, one, positive, require, whole
 
@@ -22,6 +21,43 @@ VARIANTS: tuple[Variant, ...] = ("pre", "post", "lookahead", "post_raw")
 """Variants of Algorithm 1, which can be read in several ways (E21). pre: pull by the gap before the step, as
 in the theorems and in `paceline.PACE`. post: pull the new iterate toward the old average. lookahead: average
 first, then pull. post_raw: pull the new iterate, and average the iterate before the pull."""
+
+
+# --- The update ---------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """The live weights and their average."""
+
+    live: Array
+    average: Array
+
+
+def step(
+    pair: Pair, gradient: Array, lr: float, pull: ArrayLike, rate: float, variant: Variant = "pre"
+) -> Pair:
+    """Return the weights after one update. The pull is a number, or one for each coordinate.
+
+    >>> import numpy as np
+    >>> here = Pair(np.array([1.0]), np.array([0.0]))
+    >>> step(here, np.array([2.0]), lr=0.1, pull=0.5, rate=0.25)
+    Pair(live=array([0.3]), average=array([0.075]))
+    """
+    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
+    checked_rate(rate)
+    live, average = pair
+    raw, strength = live - lr * gradient, np.asarray(pull, dtype=np.float64)
+    if variant == "pre":
+        new = raw + strength * (average - live)
+        return Pair(new, (1 - rate) * average + rate * new)
+    if variant == "post":
+        new = raw + strength * (average - raw)
+        return Pair(new, (1 - rate) * average + rate * new)
+    moved = (1 - rate) * average + rate * raw
+    return Pair(raw + strength * ((moved if variant == "lookahead" else average) - raw), moved)
+
+
+# --- As a recursion -----------------------------------------------------------------------------------
 
 
 @final
@@ -37,15 +73,6 @@ class Recursion:
     def radius(self) -> float:
         """The spectral radius: the factor by which an error shrinks per step in the long run."""
         return float(np.max(np.abs(np.linalg.eigvals(self.transition))))
-
-    def limiting_error(self, noise: float = 1.0) -> float:
-        """Return E[returned²] after infinitely many steps, by Lyapunov's equation; noise is η²σ²."""
-        variance = float(not_negative("noise", noise))
-        if not np.any(self.kick) or variance == 0:
-            return 0.0
-        require(self.radius < 1, "recursion", f"one of spectral radius {self.radius:.6g}", "radius < 1")
-        spread = solve_discrete_lyapunov(self.transition, np.outer(self.kick, self.kick))
-        return float(self.readout @ spread @ self.readout) * variance
 
     def error_after(self, steps: int, start: float, noise: float = 1.0) -> float:
         """Return E[returned²] after `steps` from live = average = start, by doubling; noise is η²σ²."""
@@ -72,24 +99,6 @@ def stylized(
     c, shown = one("pull", finite("pull", pull)), finite("readout", readout)
     require(shown.shape == (2,), "readout", readout, "two numbers")
     require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
-    step = np.array([1 - a, 0.0])  # raw = step · (θ, E) − ηξ
-    kick = np.array([-1.0, 0.0])
-    average = np.array([0.0, 1.0])
-    if variant == "pre":
-        live = step + c * (average - np.array([1.0, 0.0]))
-        averaged = (1 - beta) * average + beta * live
-        kicks = kick[0], beta * kick[0]
-    elif variant == "post":
-        live = (1 - c) * step + c * average
-        averaged = (1 - beta) * average + beta * live
-        kicks = (1 - c) * kick[0], beta * (1 - c) * kick[0]
-    else:
-        averaged = (1 - beta) * average + beta * step
-        target, move = (averaged, beta * kick[0]) if variant == "lookahead" else (average, 0.0)
-        live = (1 - c) * step + c * target
-        kicks = (1 - c) * kick[0] + c * move, beta * kick[0]
-    return Recursion(
-        transition=np.array([live, averaged]),
-        kick=np.array(kicks),
-        readout=shown,
-    )
+    live, average, kick = np.eye(3)  # the update is linear in these
+    moved = np.array(step(Pair(live, average), a * live + kick, 1.0, c, beta, variant))
+    return Recursion(transition=moved[:, :2], kick=moved[:, 2], readout=shown)

@@ -5,7 +5,7 @@ A controller computes u from the path so far. The mean of the weights over the h
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -75,22 +75,20 @@ def simulate(
     steps: int,
     paths: int,
     seed: int = 0,
-    method: Literal["euler", "exact"] = "exact",
 ) -> Paths:
     """Simulate paths under a controller. `optimum` is one for all paths, or (paths, d).
 
-    The method "euler" is Euler–Maruyama. "exact" keeps u constant over a step and has no other error. It
-    draws the weights and their integral from their joint Gaussian distribution.
+    u is constant over a step. There is no other error: the weights and their integral are drawn from their
+    joint Gaussian distribution.
     """
     whole("steps", steps, 1)
     whole("paths", paths, 2)
-    require(method in ("euler", "exact"), "method", method, "euler, exact")
     a, dt, d = problem.matrix, problem.horizon / steps, len(problem.matrix)
     rng = np.random.default_rng(whole("seed", seed, 0))
     weights = np.tile(broadcast("start", start, (d,)), (paths, 1))
     begin, target = weights.copy(), broadcast("optimum", optimum, (paths, d))
     integral, control, effort = np.zeros_like(weights), np.zeros_like(weights), np.zeros(paths)
-    move = _Exact.of(a, problem.noise, dt) if method == "exact" else _Euler.of(a, problem.noise, dt)
+    move = _Move.of(a, problem.noise, dt)
     for k in range(steps):
         seen = Seen(time=k * dt, start=begin, weights=weights, integral=integral, control=control)
         u = controller(seen)
@@ -103,25 +101,7 @@ def simulate(
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Euler:
-    a: Array
-    root: Array  # √(Σ dt)
-    dt: float
-
-    @classmethod
-    def of(cls, a: Array, noise: Array, dt: float) -> "_Euler":
-        return cls(a=a, root=np.asarray(np.linalg.cholesky(noise * dt), np.float64), dt=dt)
-
-    def __call__(
-        self, weights: Array, integral: Array, optimum: Array, u: Array, rng: np.random.Generator
-    ) -> tuple[Array, Array]:
-        kick = rng.standard_normal(weights.shape) @ self.root.T
-        return weights + self.dt * ((optimum - weights) @ self.a.T + u) + kick, integral + self.dt * weights
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Exact:
+class _Move:
     decay: Array  # e^(−A dt)
     h: Array  # ∫ e^(−As) ds
     k: Array  # ∫ H ds
@@ -129,7 +109,7 @@ class _Exact:
     dt: float
 
     @classmethod
-    def of(cls, a: Array, noise: Array, dt: float) -> "_Exact":
+    def of(cls, a: Array, noise: Array, dt: float) -> "_Move":
         d = len(a)
         one, none = np.eye(d), np.zeros_like(a)
         flow = np.block([[-a, none], [one, none]])  # of (θ − μ, ∫ θ − μ)
@@ -166,10 +146,10 @@ def uncontrolled(seen: Seen) -> Array:
     return np.zeros_like(np.asarray(seen.weights, float))
 
 
-def knowing(problem: Diffusion, optimum: ArrayLike, factor: float = 1.0) -> Controller:
-    """Return the best controller for a known μ, times a factor. Other factors than 1 are worse."""
+def knowing(problem: Diffusion, optimum: ArrayLike) -> Controller:
+    """Return the best controller for a known μ."""
     target = np.asarray(optimum, float)
-    return lambda seen: factor * problem.control(seen, np.broadcast_to(target, np.shape(seen.weights)))
+    return lambda seen: problem.control(seen, np.broadcast_to(target, np.shape(seen.weights)))
 
 
 def estimating(problem: Diffusion, prior_mean: ArrayLike, prior_covariance: ArrayLike) -> Controller:
@@ -182,14 +162,14 @@ def estimating(problem: Diffusion, prior_mean: ArrayLike, prior_covariance: Arra
     return control
 
 
-def practical(problem: Diffusion, factor: float = 1.0) -> Controller:
-    """Return the controller of eq. practical_control_strategy, times a factor, for diagonal A.
+def practical(problem: Diffusion) -> Controller:
+    """Return the controller of eq. practical_control_strategy, for diagonal A.
 
     It is u = (1/T)(I + λA²T)⁻¹ (mean so far − θ).
     """
     a = np.diag(problem.matrix)
     require(bool(np.all(problem.matrix == np.diag(a))), "curvature", problem.matrix, "a diagonal matrix")
-    gain = factor * gains.practical_gain(a, problem.penalty, problem.horizon)
+    gain = gains.practical_gain(a, problem.penalty, problem.horizon)
 
     def control(seen: Seen) -> Array:
         weights, integral = np.asarray(seen.weights, float), np.asarray(seen.integral, float)

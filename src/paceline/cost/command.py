@@ -3,15 +3,14 @@
 import argparse
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
 from paceline.cost.arithmetic import Cost, WeightDtype, costs, measured
 from paceline.runs.config import ConfigError
-
-Say = Callable[[str], None]
+from paceline.runs.terminal import Command, say
+from paceline.studies.text import Listing
 
 EXAMPLES = """examples:
   paceline cost
@@ -36,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
-def run(options: argparse.Namespace, say: Say) -> int:
+def run(options: argparse.Namespace) -> int:
     """Show the cost of every optimizer."""
     parameters = _count(options.parameters)
     _check(options)
@@ -93,13 +92,8 @@ def _table(found: list[Cost]) -> list[str]:
     rows = [head, *map(_cells, found)]
     # Columns of times are there only if they were asked for.
     used = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
-    widths = [max(len(row[i]) for row in rows) for i in used]
-    return [
-        "  ".join(
-            row[i].rjust(width) if i else row[i].ljust(width) for i, width in zip(used, widths, strict=True)
-        )
-        for row in rows
-    ]
+    columns, *lines = (tuple(row[i] for i in used) for row in rows)
+    return Listing(columns=columns, rows=tuple(lines)).lines()
 
 
 def _cells(cost: Cost) -> tuple[str, ...]:
@@ -109,3 +103,14 @@ def _cells(cost: Cost) -> tuple[str, ...]:
     share = "" if cost.share is None else f"{cost.share:.1%}"
     over = "" if cost.over_adamw is None else f"{cost.over_adamw:+.1%}"
     return cost.optimizer, per_weight, *size, own, share, over
+
+
+COMMANDS = (
+    Command(
+        name="cost",
+        help="bytes that an optimizer keeps, and its share of your training step",
+        examples=EXAMPLES,
+        add=add,
+        run=run,
+    ),
+)

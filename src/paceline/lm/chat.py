@@ -1,14 +1,10 @@
-"""Conversations: rendered with a chat template, tokenized, and packed into samples.
+"""Conversations: rendered with a chat template, and tokenized. `chat_samples` packs them.
 
 .. code-block:: text
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
         │ render    <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎Hello!<|im_end|>⏎
-        │ learn                                                         ^^^^^^^^^^^^^^^^
-        ▼ pack      into the first sample with room; positions begin again with each conversation
-    folder/  manifest.json    source, settings, report, and the sha256 of the samples
-             samples.bin      raw little-endian int32; three rows for each sample: tokens, their positions in
-                              their conversations, and 1 where a token is the assistant's
+        ▼ learn                                                         ^^^^^^^^^^^^^^^^
 """
 
 import hashlib
@@ -16,30 +12,21 @@ import json
 import re
 import reprlib
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from paceline.lm.batch import IGNORED, Batch, Numbers
-from paceline.lm.documents import needed_for, read_rows
-from paceline.lm.files import new_folder, plain_file, sha256_of, write_atomically
+from paceline.lm.documents import read_rows
+from paceline.lm.vocabulary import plain_copy, size_of
 
-FORMAT = 1
 ROLES = ("system", "user", "assistant")
-_BATCH = 512  # conversations tokenized in one call: enough for all cores
-_INT32 = np.dtype("<i4")
 _BEGIN, _END = itemgetter(0), itemgetter(1)
 
 Message = dict[str, str]
-Rows = Iterable[tuple[str, Mapping[str, Any]]]
 
 # --- Rows -----------------------------------------------------------------------------------------
 
@@ -116,8 +103,6 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
-        with needed_for("a chat template"):
-            from tokenizers import Tokenizer
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} is not backed by the tokenizers library")
         if template is None and not tokenizer.chat_template:
@@ -128,10 +113,8 @@ class ChatFormat:
         specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.control = re.compile("|".join(map(re.escape, specials)) or "(?!)")
         described: str = tokenizer.backend_tokenizer.to_str()
-        self._tokenizer = Tokenizer.from_str(described)  # a copy, without settings of earlier calls
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.vocabulary = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self._tokenizer = plain_copy(tokenizer.backend_tokenizer)  # without settings of earlier calls
+        self.vocabulary = size_of(self._tokenizer)
         self.fingerprint = hashlib.sha256(
             json.dumps([self.template, described, self._named]).encode()
         ).hexdigest()
@@ -217,224 +200,3 @@ def _example(encoding: Any, spans: list[tuple[int, int]]) -> Example:
         merged += inside[0] - touched[0] + touched[1] - inside[1]
     learned[:1] = False  # nothing predicts it
     return Example(np.array(encoding.ids, dtype=np.int32), learned, merged)
-
-
-# --- Packing --------------------------------------------------------------------------------------
-
-
-@final
-class FirstFit:
-    """First-fit packing: each conversation goes into the first sample with room for it.
-
-    >>> pack = FirstFit(10)
-    >>> [pack.place(size) for size in (6, 7, 4, 3, 1)]
-    [(0, 0), (1, 0), (0, 6), (1, 7), (2, 0)]
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self._rooms = np.full(1, length, dtype=np.int32)  # room in the samples so far, and in empty ones
-
-    @property
-    def samples(self) -> int:
-        """The number of samples that hold a conversation."""
-        return int((self._rooms < self.length).sum())
-
-    def place(self, size: int) -> tuple[int, int]:
-        """Return the sample for `size` tokens, and the place of the first of them in it."""
-        sample = int((self._rooms >= size).argmax())
-        room = int(self._rooms[sample])
-        if room < size:
-            sample, room = len(self._rooms), self.length
-            self._rooms = np.append(self._rooms, np.full_like(self._rooms, self.length))
-        self._rooms[sample] -= size
-        return sample, self.length - room
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatReport:
-    """The numbers of conversations and tokens that were packed, cut off and left out."""
-
-    conversations: int
-    """Conversations read."""
-    unanswered: int
-    """Conversations left out because the assistant says nothing."""
-    control: int
-    """Conversations left out because a message contains a special token of the tokenizer."""
-    beyond: int
-    """Conversations left out because the first answer begins beyond the length of a sample."""
-    truncated: int
-    """Conversations cut off at the length of a sample."""
-    tokens_cut: int
-    """Tokens cut off."""
-    merged: int
-    """Tokens that are partly in an answer and partly around it; they are not learned."""
-    samples: int
-    """Samples written."""
-    places: int
-    """Places for tokens in all samples."""
-    tokens: int
-    """Tokens in all samples."""
-    loss_tokens: int
-    """Tokens that are learned."""
-
-    @property
-    def padding(self) -> float:
-        """The share of places that hold no token."""
-        return 1 - self.tokens / self.places
-
-
-def prepare_chat(
-    rows: Rows,
-    form: ChatFormat,
-    folder: Path,
-    *,
-    source: Mapping[str, Any],
-    length: int,
-    progress: Callable[[int, int], None] = lambda conversations, tokens: None,
-) -> "ChatSamples":
-    """Render, tokenize and pack conversations into a folder, or open the folder if that is done.
-
-    Conversations keep their order. Each goes into the first sample with room for it, and none is split. The
-    report counts what is left out or cut off. A row that is not a conversation raises ValueError.
-
-    Arguments:
-        rows: conversations, each with its place for error messages, as from `chat_rows`.
-        form: the tokenizer with its chat template.
-        folder: appears when it is complete; one with other content is refused.
-        source: where the rows come from, as JSON; an existing folder must have the same.
-        length: tokens of a sample.
-        progress: called with the numbers of conversations and tokens so far.
-    """
-    if length < 2:
-        raise ValueError(f"Invalid length of a sample: {length!r}; allowed: 2 or more")
-    settings = {"length": length, "chat_format": form.fingerprint, "source": json.loads(json.dumps(source))}
-    folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        samples = open_chat(folder)
-        if other := [key for key, value in settings.items() if samples.manifest.get(key) != value]:
-            raise ValueError(f"{folder} was made with another {', '.join(other)}; choose another folder")
-        return samples
-    with new_folder(folder) as made:
-        path = made / "samples.bin"
-        report = _write_samples(rows, form, path, length, progress)
-        content = {"format": FORMAT, **settings, "vocabulary": form.vocabulary, "sha256": sha256_of(path)}
-        content["report"] = asdict(report)
-        write_atomically(made / "manifest.json", json.dumps(content, indent=1).encode())
-    return open_chat(folder)
-
-
-def _write_samples(
-    rows: Rows, form: ChatFormat, path: Path, length: int, progress: Callable[[int, int], None]
-) -> ChatReport:
-    count: Counter[str] = Counter()
-    pack, rows = FirstFit(length), iter(rows)
-    with path.open("wb") as file:
-        while batch := list(islice(rows, _BATCH)):
-            count["conversations"] += len(batch)
-            for tokens, learned, merged in form.tokenize(_rendered(batch, form, count)):
-                cut, learned = max(0, len(tokens) - length), learned[:length]
-                if not learned.any():
-                    count["beyond"] += 1
-                    continue
-                count.update(truncated=cut > 0, tokens_cut=cut, merged=merged)
-                count.update(tokens=len(learned), loss_tokens=int(learned.sum()))
-                sample, place = pack.place(len(learned))
-                parts: tuple[NDArray[Any], ...] = (tokens[:length], np.arange(len(learned)), learned)
-                for row, part in enumerate(parts, 3 * sample):
-                    file.seek((row * length + place) * _INT32.itemsize)  # a gap reads as 0: padding
-                    file.write(part.astype(_INT32).data)
-            progress(count["conversations"], count["tokens"])
-        count.update(samples=pack.samples, places=pack.samples * length)
-        if not pack.samples:
-            raise ValueError(f"nothing to learn: {', '.join(f'{n} {what}' for what, n in count.items())}")
-        file.truncate(3 * count["places"] * _INT32.itemsize)
-    return ChatReport(**{field.name: count[field.name] for field in fields(ChatReport)})
-
-
-def _rendered(batch: Rows, form: ChatFormat, count: Counter[str]) -> list[Rendered]:
-    """Return the rendered conversations that can be learned from, and count the others."""
-    rendered = []
-    for where, row in batch:
-        messages = messages_of(row, where)
-        if all(message["role"] != "assistant" for message in messages):
-            count["unanswered"] += 1
-        elif any(form.control.search(message["content"]) for message in messages):
-            count["control"] += 1
-        else:
-            try:
-                rendered.append(form.render(messages))
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-    return rendered
-
-
-# --- Samples --------------------------------------------------------------------------------------
-
-
-@final
-class ChatSamples:
-    """Packed conversations on disk. A conversation begins wherever the position is 0.
-
-    Padding has token 0 and position 0 at every place. So it attends only to itself, and it has no target.
-    """
-
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.manifest, self._path = manifest, path
-        self.report = ChatReport(**manifest["report"])
-        self.length: int = manifest["length"]
-        self.vocabulary: int = manifest["vocabulary"]
-        self._rows = np.memmap(path, dtype=_INT32, mode="r", shape=(len(self), 3, self.length))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ChatSamples, (self._path, self.manifest)  # a worker process maps the file itself
-
-    @property
-    def fingerprint(self) -> str:
-        """The sha256 of the samples; it does not depend on their source."""
-        content = [self.length, self.vocabulary, self.manifest["sha256"]]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return self.report.samples
-
-    def batch(self, numbers: Sequence[int] | Numbers) -> Batch:
-        """Return the samples of these numbers, in this order."""
-        numbers = np.asarray(numbers, dtype=np.int64)
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
-            raise IndexError(f"sample {numbers.min()} or {numbers.max()}; allowed: 0 to {len(self) - 1}")
-        tokens, positions, learned = self._rows[numbers].astype(np.int64).swapaxes(0, 1)
-        for row, place in np.argwhere((tokens < 0) | (tokens >= self.vocabulary)):
-            raise ValueError(
-                f"{self._path}: token {tokens[row, place]} in sample {numbers[row]} at place {place}; "
-                f"allowed: 0 to {self.vocabulary - 1}"
-            )
-        # The first token of a conversation is never learned, so no target comes from the next one.
-        targets = np.full_like(tokens, IGNORED)
-        targets[:, :-1] = np.where(learned[:, 1:], tokens[:, 1:], IGNORED)
-        return Batch(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (tokens, targets, positions)))
-
-
-def open_chat(folder: Path, *, verify: bool = False) -> ChatSamples:
-    """Open prepared conversations, after a check of their manifest and the size of their file.
-
-    Arguments:
-        folder: what `prepare_chat` wrote.
-        verify: check the sha256 too, which reads the whole file.
-    """
-    folder = Path(folder).absolute()
-    try:
-        manifest = json.loads(plain_file(folder, "manifest.json").read_bytes())
-        needed = 3 * ChatReport(**manifest["report"]).samples * manifest["length"] * _INT32.itemsize
-        known = {name: manifest[name] for name in ("format", "vocabulary", "sha256")}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder} holds no prepared conversations ({error!r})") from error
-    if known["format"] != FORMAT:
-        raise ValueError(f"{folder}: format {known['format']!r}; this version reads {FORMAT}")
-    path = plain_file(folder, "samples.bin")
-    if path.stat().st_size != needed:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes instead of {needed}")
-    if verify and sha256_of(path) != known["sha256"]:
-        raise ValueError(f"{path} has changed since it was prepared: its sha256 is not {known['sha256']}")
-    return ChatSamples(path, manifest)

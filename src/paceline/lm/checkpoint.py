@@ -26,12 +26,10 @@ name is complete; the manifest shows later damage to the disk. No file is a pick
 
 import errno
 import json
-import math
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +38,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.lm import sharded
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import TEMPORARY, new_folder, plain_file, sha256_of
+from paceline.lm.packed import pack, paths, unpack
 from paceline.lm.parallel import ALONE, Ranks, cut_like, is_sharded, local
 
 FORMAT = 1
@@ -167,9 +167,9 @@ def _save_whole(final: Path, step: int, state: Mapping[str, Any], facts: Mapping
         described: dict[str, Any] = {}
         for part in _PARTS:
             tensors: dict[str, Tensor] = {}
-            described[part] = _pack(state[part], "", tensors)
+            described[part] = pack(state[part], "", tensors)
             _write_tensors(folder / f"{part}.safetensors", tensors)
-        described["facts"] = _pack(facts, "", {})
+        described["facts"] = pack(facts, "", {})
         _write_json(folder / "state.json", described)
         _write_manifest(folder, step, _described_files(folder.iterdir()))
 
@@ -177,17 +177,12 @@ def _save_whole(final: Path, step: int, state: Mapping[str, Any], facts: Mapping
 def _save_shards(
     final: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any], ranks: Ranks
 ) -> None:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-
     tensors: dict[str, Any] = {}
-    described = {part: _pack(state[part], part, tensors) for part in _PARTS}
-    described["facts"] = _pack(facts, "", {})
+    described = {part: pack(state[part], part, tensors) for part in _PARTS}
+    described["facts"] = pack(facts, "", {})
     with ExitStack() as stack:
         folder = ranks.of_first(lambda: stack.enter_context(new_folder(final)))
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        with _one_error():
-            save_shards(tensors, storage_writer=writer, process_group=ranks.host)
+        sharded.write_shards(tensors, folder, ranks)
         found = ranks.of_first(lambda: sorted(folder.iterdir()))
         # Each rank hashes a part of the files, in parallel.
         hashed = ranks.together(lambda: _described_files(found[ranks.rank :: ranks.size]))
@@ -199,22 +194,6 @@ def _save_shards(
             stack.close()
 
         ranks.of_first(commit)
-
-
-@contextmanager
-def _one_error() -> Iterator[None]:
-    """Replace a list of all ranks' errors by the first rank's error, with its rank."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if isinstance(first, OSError):
-            raise OSError(
-                first.errno, f"on rank {rank}: {first.strerror or first}", first.filename
-            ) from error
-        raise RuntimeError(f"on rank {rank}: {first!r}") from error
 
 
 def _described_files(paths: Iterable[Path]) -> dict[str, Any]:
@@ -233,22 +212,19 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    # Copies: safetensors needs contiguous tensors in host memory, each with its own storage.
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(_on_their_own(tensors), path)
+        save_file(own, path)
     except SafetensorError as error:  # only its text has the system's error number
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
-def _on_their_own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous copies in host memory, each with its own storage, as safetensors needs them."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
 def _no_room(error: OSError, root: Path, state: Mapping[str, Any]) -> OSError:
     tensors: dict[str, Tensor] = {}
     for part in _PARTS:
-        _pack(state[part], part, tensors)
+        pack(state[part], part, tensors)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return OSError(
         error.errno,
@@ -256,32 +232,6 @@ def _no_room(error: OSError, root: Path, state: Mapping[str, Any]) -> OSError:
         "earlier checkpoints are untouched",
         str(root),
     )
-
-
-def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON in which each tensor is replaced by its path, and add it to `tensors`."""
-    match value:
-        case Tensor():
-            if path in tensors:
-                raise ValueError(f"cannot save two tensors under one name, {path}")
-            tensors[path] = value
-            return {"$tensor": path}
-        case None | bool() | int() | str():
-            return value
-        case float():
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        case list() | tuple():
-            items = [_pack(item, _join(path, i), tensors) for i, item in enumerate(value)]
-            return items if isinstance(value, list) else {"$tuple": items}
-        case Mapping():
-            if not all(isinstance(key, str) and not key.startswith("$") for key in value):
-                raise TypeError(f"{path or 'the state'} has keys that are not names: {list(value)[:5]}")
-            return {key: _pack(item, _join(path, key), tensors) for key, item in value.items()}
-    raise TypeError(f"cannot save {path}: a {type(value).__name__}")
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
 
 
 # --- Reading ----------------------------------------------------------------------------------------
@@ -315,15 +265,15 @@ def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Any]:
             else:
                 opened = {part: safe_open(folder / f"{part}.safetensors", "pt") for part in _PARTS}
                 get = {part: files.enter_context(file).get_tensor for part, file in opened.items()}
-            loaded: dict[str, Any] = {"state": _unpack(described["state"], get["state"])}
+            loaded: dict[str, Any] = {"state": unpack(described["state"], get["state"])}
             for part in ("live", "optimizer"):
                 loaded[part] = {
-                    name: _unpack(entry, partial(_cut, get[part], like.get(name)))
+                    name: unpack(entry, partial(_cut, get[part], like.get(name)))
                     for name, entry in described[part].items()
                 }
             if not all(isinstance(weights, Tensor) for weights in loaded["live"].values()):
                 raise TypeError("live weights that are not tensors")
-            return {**loaded, "facts": _unpack(described["facts"], _no_tensor)}
+            return {**loaded, "facts": unpack(described["facts"], _no_tensor)}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{folder} cannot be read: {error!r}") from error
 
@@ -339,50 +289,23 @@ def _is_in_shards(folder: Path) -> bool:
 
 def _read_shards(folder: Path, described: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors by path; of those sharded in the model with this shape, this rank's part."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-
-    reader = HuggingFaceStorageReader(str(folder))
-    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     owners = {
         path: like.get(name)
         for part in ("live", "optimizer")
         for name, entry in described[part].items()
-        for path in _paths(entry)
+        for path in paths(entry)
     }
-    tensors: dict[str, Any] = {}
-    for path in (*owners, *_paths(described["state"])):
-        size, dtype, own = saved[path].size, saved[path].properties.dtype, owners.get(path)
-        if own is not None and is_sharded(own) and own.shape == size:
-            tensors[path] = torch.empty_like(own, dtype=dtype)
-        else:
-            tensors[path] = torch.empty(size, dtype=dtype)
-    with _one_error(), torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads its own
-        load_shards(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+    return sharded.read_shards(folder, owners | dict.fromkeys(paths(described["state"])))
 
 
 def _no_tensor(path: str) -> Tensor:
     raise ValueError(f"there is a tensor, {path}, among the plain values")
 
 
-def _paths(value: Any) -> Iterator[str]:
-    """Yield the paths of the tensors in a packed value."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _paths(item)
-    elif isinstance(value, dict):
-        if isinstance(path := value.get("$tensor"), str):
-            yield path
-        else:
-            yield from _paths(list(value.values()))
-
-
 def load_facts(folder: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint; its tensors are not read."""
     described = json.loads(plain_file(folder, "state.json").read_text(encoding="utf-8"))
-    facts: dict[str, Any] = _unpack(described["facts"], _no_tensor)
+    facts: dict[str, Any] = unpack(described["facts"], _no_tensor)
     return facts
 
 
@@ -416,21 +339,6 @@ def check(folder: Path) -> dict[str, Any]:
 def _lists_shards(files: Mapping[str, Any]) -> bool:
     others = files.keys() - {"state.json"}
     return "state.json" in files and bool(others) and all(_SHARD.fullmatch(name) for name in others)
-
-
-def _unpack(value: Any, get: Callable[[str], Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_unpack(item, get) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match value:
-        case {"$tensor": path}:
-            return get(path)
-        case {"$float": text}:
-            return float(text)
-        case {"$tuple": items}:
-            return tuple(_unpack(item, get) for item in items)
-    return {key: _unpack(item, get) for key, item in value.items()}
 
 
 # --- Which ones there are ---------------------------------------------------------------------------

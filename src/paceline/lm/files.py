@@ -1,16 +1,19 @@
 """Atomic writes of files and folders, a lock on a folder, hashes."""
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import shutil
+import socket
 import stat
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 TEMPORARY = ".tmp-"  # prefix of the names of unfinished files and folders
 _REPLACED = re.compile(re.escape(TEMPORARY) + r"replaced-(.+)-\d+")
@@ -114,18 +117,6 @@ def plain_file(folder: Path, name: str) -> Path:
     return path
 
 
-_locks: set[int] = set()  # open descriptors of locked files
-
-
-def _release_locks() -> None:
-    while _locks:
-        os.close(_locks.pop())
-
-
-# A worker process must not keep the lock of a trainer that died.
-os.register_at_fork(after_in_child=_release_locks)
-
-
 class BusyError(RuntimeError):
     """Another process works in a folder."""
 
@@ -135,23 +126,23 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. The lock ends with the process, however that ends.
 
     Raises:
-        BusyError: another process has the lock.
+        BusyError: another process has the lock; the message says which one, and since when.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    _locks.add(descriptor)
+    path = folder / "lock"
+    lock = FileLock(path)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
-            raise BusyError(
-                f"another process (number {owner}) is at work in {folder}; wait for it or take another folder"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        lock.acquire(timeout=0)
+    except Timeout:
+        owner, since, when = (path.read_text(errors="replace") if path.exists() else "").partition(" since ")
+        at_work = f"{owner or 'another process'} is at work in {folder}{since}{when}"
+        raise BusyError(f"{at_work}; wait for it or take another folder") from None
+    try:
+        with suppress(OSError):  # a full disk: the name of the owner is all that is lost
+            path.write_bytes(
+                f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode()
+            )
         yield
     finally:
-        if descriptor in _locks:  # a forked process has closed it
-            _locks.remove(descriptor)
-            os.close(descriptor)
+        path.unlink(missing_ok=True)  # while it is held: FileLock takes none on a file that lost its name
+        lock.release()

@@ -135,7 +135,7 @@ def _own_example(positions: Tensor) -> Tensor:
     return (examples[:, None, :, None] == examples[:, None, None, :]).tril()
 
 
-# --- To and from transformers -----------------------------------------------------------------------
+# --- To transformers --------------------------------------------------------------------------------
 
 _NAMES = {
     "tokens": "transformer.wte",
@@ -185,19 +185,3 @@ def to_transformers(model: GPT) -> Any:
     for ours, theirs in _pairs(model, copy):
         theirs.copy_(ours)
     return copy.eval()
-
-
-@torch.no_grad()
-def from_transformers(model: Any, *, vocabulary_multiple: int = 1) -> GPT:
-    """Return a copy of transformers' GPT2LMHeadModel that computes equal logits."""
-    from transformers import GPT2Config
-
-    config, usual = model.config.to_dict(), GPT2Config().to_dict()
-    for name in ("model_type", "activation_function", "layer_norm_epsilon", "n_inner", "tie_word_embeddings"):
-        if config[name] != usual[name]:
-            raise ValueError(f"not GPT-2's architecture: {name} is {config[name]!r}, not {usual[name]!r}")
-    fields = {ours: config[theirs] for theirs, ours in _SHAPE_NAMES.items()}
-    copy = GPT(GPTShape(**fields, vocabulary_multiple=vocabulary_multiple))
-    for ours, theirs in _pairs(copy, model):
-        ours.copy_(theirs)
-    return copy

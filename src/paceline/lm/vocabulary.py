@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, final
 
 from paceline.lm.documents import needed_for
 from paceline.lm.files import write_atomically
@@ -20,8 +20,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _END = "<|endoftext|>"
-_ENDS = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # by preference, if none is configured
-_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # names of OpenAI and transformers
+_ENDS: Sequence[str] = (
+    _END,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+)  # by preference, if none is configured
+# The files of a folder, by preference: all of it, or GPT-2's two under the names of OpenAI and transformers.
+_FILES = (("tokenizer.json",), ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _BYTES = 256
 
 
@@ -44,7 +51,7 @@ class Vocabulary:
     @cached_property
     def size(self) -> int:
         """The largest token id + 1; larger than the number of tokens if a tokenizer has gaps."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return size_of(self.tokenizer)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -74,15 +81,13 @@ def open_vocabulary(where: str | Path, documents: Iterable[str] = ()) -> Vocabul
     if trained := re.fullmatch(r"bpe:(\d{1,7})", str(where)):
         return train_vocabulary(documents, int(trained[1]))
     path = Path(where).expanduser()
-    if path.is_dir():
-        return _read_folder(path)
     if path.exists():
-        return _read_file(path, ends=_ENDS)
+        return _read(path)
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(where)) or path.suffix == ".json":
         raise FileNotFoundError(
             f"no vocabulary {where}: no such file, and not a name such as gpt2 or bpe:2048"
         )
-    return _read_hub(str(where))
+    return _read(_downloaded(str(where)))
 
 
 def train_vocabulary(documents: Iterable[str], size: int) -> Vocabulary:
@@ -112,66 +117,63 @@ def train_vocabulary(documents: Iterable[str], size: int) -> Vocabulary:
     return _vocabulary(tokenizer, [_END], "the trained tokenizer")
 
 
-@runtime_checkable
-class _Loaded(Protocol):
-    """A tokenizer of transformers that wraps one of `tokenizers`."""
-
-    backend_tokenizer: Any
-    eos_token: str | None
-
-
-def vocabulary_of(tokenizer: object) -> Vocabulary:
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """Return the vocabulary of a tokenizer of transformers, which is copied and not changed."""
-    if not isinstance(tokenizer, _Loaded):
-        raise ValueError(
-            f"{type(tokenizer).__name__} is not backed by the tokenizers library; load a fast one"
-        )
+    kind, wrapped = type(tokenizer).__name__, getattr(tokenizer, "backend_tokenizer", None)
+    if wrapped is None:
+        raise ValueError(f"{kind} is not backed by the tokenizers library; load a fast one")
     ends = _ENDS if tokenizer.eos_token is None else [str(tokenizer.eos_token)]
-    return _vocabulary(tokenizer.backend_tokenizer, ends, type(tokenizer).__name__)
+    return _vocabulary(wrapped, ends, kind)
+
+
+def plain_copy(tokenizer: "Tokenizer") -> "Tokenizer":
+    """Return a copy that neither truncates nor pads."""
+    own: Tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+    own.no_truncation()
+    own.no_padding()
+    return own
+
+
+def size_of(tokenizer: "Tokenizer") -> int:
+    """Return the largest token id + 1."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 # --- Reading --------------------------------------------------------------------------------------
 
-
-def _read_folder(folder: Path) -> Vocabulary:
-    ends: Sequence[str] = _ENDS
-    settings = folder / "tokenizer_config.json"
-    if settings.exists():
-        try:
-            end = json.loads(settings.read_bytes())["eos_token"]
-            ends = [end if isinstance(end, str) else end["content"]]
-        except (KeyError, TypeError):
-            pass  # none named
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{settings}: not JSON ({error})") from error
-    if (folder / "tokenizer.json").exists():
-        return _read_file(folder / "tokenizer.json", ends)
-    for vocabulary, merges in _PAIRS:
-        if (folder / vocabulary).exists() and (folder / merges).exists():
-            return _read_pair(folder / vocabulary, folder / merges, ends)
-    pairs = " or ".join(" and ".join(pair) for pair in _PAIRS)
-    raise FileNotFoundError(f"{folder} holds no vocabulary; looked for tokenizer.json, {pairs}")
+# Not by transformers' AutoTokenizer: it rebuilds GPT-2's tokenizer with other details, which changes the
+# fingerprint, and it takes seconds to import.
 
 
-def _read_file(path: Path, ends: Sequence[str]) -> Vocabulary:
+def _read(where: Path) -> Vocabulary:
+    """Read a tokenizer.json, or the files of a folder."""
+    choices = [(where,)] if where.is_file() else [tuple(map(where.joinpath, names)) for names in _FILES]
+    files = next((files for files in choices if all(map(Path.exists, files))), None)
+    ends = _ENDS if where.is_file() else _configured_ends(where / "tokenizer_config.json")
+    if files is None:
+        names = ", ".join(" and ".join(names) for names in _FILES)
+        raise FileNotFoundError(f"{where} holds no vocabulary; looked for {names}")
     with needed_for("a vocabulary"):
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, models
+    paths = [str(path) for path in files]
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = (
+            Tokenizer.from_file(*paths) if len(paths) == 1 else _byte_level(models.BPE.from_file(*paths))
+        )
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path}: not a tokenizer ({error})") from error
-    return _vocabulary(tokenizer, ends, str(path))
+        raise ValueError(f"{', '.join(paths)}: not a tokenizer ({error})") from error
+    return _vocabulary(tokenizer, ends, paths[0])
 
 
-def _read_pair(vocabulary: Path, merges: Path, ends: Sequence[str]) -> Vocabulary:
-    """Read a vocabulary from GPT-2's two files."""
-    with needed_for("a vocabulary"):
-        from tokenizers import models
+def _configured_ends(settings: Path) -> Sequence[str]:
+    """Return the token that a folder's settings name as the end, or the usual ones."""
     try:
-        tokenizer = _byte_level(models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:
-        raise ValueError(f"{vocabulary}, {merges}: not a tokenizer ({error})") from error
-    return _vocabulary(tokenizer, ends, str(vocabulary))
+        end = json.loads(settings.read_bytes())["eos_token"]
+        return [end if isinstance(end, str) else end["content"]]
+    except (FileNotFoundError, KeyError, TypeError):
+        return _ENDS  # none named
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{settings}: not JSON ({error})") from error
 
 
 def _byte_level(model: Any) -> "Tokenizer":
@@ -183,18 +185,17 @@ def _byte_level(model: Any) -> "Tokenizer":
     return tokenizer
 
 
-def _read_hub(name: str) -> Vocabulary:
-    """Download the files of a tokenizer and read them; no code of the hub is run."""
+def _downloaded(name: str) -> Path:
+    """Return a folder with the files of a tokenizer of the hub; no code of the hub is run."""
     with needed_for("a vocabulary of the hub"):
         from huggingface_hub import snapshot_download
-    files = ["tokenizer.json", "tokenizer_config.json", *(file for pair in _PAIRS for file in pair)]
+    files = ["tokenizer_config.json", *(file for names in _FILES for file in names)]
     try:
-        folder = snapshot_download(name, allow_patterns=files)
+        return Path(snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"no vocabulary {name}: no such file or folder here, and not from the Hugging Face hub ({error})"
         ) from error
-    return _read_folder(Path(folder))
 
 
 def _vocabulary(tokenizer: "Tokenizer", ends: Sequence[str], where: str) -> Vocabulary:
@@ -202,9 +203,7 @@ def _vocabulary(tokenizer: "Tokenizer", ends: Sequence[str], where: str) -> Voca
     end = next((end for end in ends if end in known), None)
     if end is None:
         raise ValueError(f"{where} has no token that ends a text; looked for {', '.join(ends)}")
-    own = type(tokenizer).from_str(tokenizer.to_str())  # a copy: the settings below are ours alone
-    own.no_truncation()
-    own.no_padding()
+    own = plain_copy(tokenizer)
     own.add_special_tokens([end])
     own.encode_special_tokens = True
     return Vocabulary(tokenizer=own, end_of_text=known[end])

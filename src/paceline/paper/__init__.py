@@ -1,10 +1,10 @@
-"""The paper's experiments by label, at three scales, and their figures. Imports no torch.
+"""The paper's experiments: the runs of each figure at three scales, and what is drawn of them."""
 
-.. code-block:: text
+from paceline.runs.config import NO_OTHER_RUN
+from paceline.studies.runs import ROUNDING
 
-    scales.py   what is trained, how long: paper, gpu, cpu      spaces.py   the sweep spaces of its tables
-    cells.py    one run, with what a figure says of it          labels.py   label, scale → cells, runs
-    lines.py    a finished run as one JSON line                 results.py  those lines, asked by cell
-    plots.py    how a figure looks                              figures.py  what is in it
-    command.py  `paceline paper`, `paceline figures`
-"""
+DATA = {"text": "what pretraining reads", "chat": "conversations of fine-tuning", "tulu": "those of tulu-3"}
+"""Kinds of data that users may have on their machine."""
+MAY_BE_SET = (NO_OTHER_RUN - {"keep_steps"}) | ROUNDING
+"""Settings of runs that users may choose: what a machine needs, how often to evaluate and to save. The last
+three round differently, and are no other experiment."""

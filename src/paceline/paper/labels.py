@@ -1,256 +1,171 @@
-"""Which runs each figure of the paper needs: those that it draws or chooses from, and no others."""
+"""The paper's figures by label: what they cost, doing their runs, and drawing them from records. No torch."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
-from typing import final
+import argparse
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from paceline.paper import spaces as s
-from paceline.paper.cells import Cell, adamw, pace, schedule_free
-from paceline.paper.scales import Scale
-from paceline.runs.config import ConfigError, Run, nearest
+from paceline.paper import DATA, finetuning, pretraining
+from paceline.paper.panels import Figure, sheet, table_of
+from paceline.paper.scales import SCALES, Scale, located
+from paceline.runs import config
+from paceline.runs.config import ConfigError, as_mapping
+from paceline.runs.terminal import nearest, say
+from paceline.studies import plots, sweep
+from paceline.studies.lines import Finished
+from paceline.studies.runs import Named, folder_of, in_order
+from paceline.studies.table import Table
+from paceline.studies.text import Listing
 
-Cells = Iterator[Cell]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experiment:
-    """One figure of the paper."""
-
-    label: str
-    title: str
-    cells: Callable[[Scale], Cells]
+FIGURES = {figure.label: figure for figure in (*finetuning.FIGURES, *pretraining.FIGURES)}
 
 
-# --- What several of them need --------------------------------------------------------------------------
+def figures(labels: Iterable[str]) -> list[Figure]:
+    """Return the figures with these labels, each once; all of them for "all". "fig:" may be left out."""
+    found: dict[str, Figure] = {}
+    for label in labels:
+        full = label if label.startswith("fig:") or label == "all" else f"fig:{label}"
+        if full != "all" and full not in FIGURES:
+            hint = nearest(full, FIGURES) or f"; there are {', '.join(FIGURES)}"
+            raise ConfigError(f"the paper has no label {label[:80]!r}{hint}")
+        found |= FIGURES if full == "all" else {full: FIGURES[full]}
+    return list(found.values())
 
 
-def _baselines(scale: Scale, model: str, rates: tuple[float, ...], schedules: tuple[str, ...]) -> Cells:
-    for lr, schedule in product(rates, schedules):
-        yield adamw(scale, model, lr, schedule)
+def runs_of(labels: Iterable[str], scale: Scale) -> list[Named]:
+    """Return the runs of figures, each once and before those that continue it.
 
+    They keep the checkpoints that runs of any figure continue, so that a run is the same for all figures.
 
-def _pulled(
-    scale: Scale, model: str, rates: tuple[float, ...], strengths: tuple[float, ...],
-    powers: tuple[float, ...], periods: tuple[int, ...] = (1,),
-) -> Cells:  # fmt: skip
-    for lr, c, kappa, uf in product(rates, strengths, powers, periods):
-        yield pace(scale, model, lr, c, kappa, uf)
-
-
-def _large(scale: Scale, schedules: tuple[str, ...]) -> Cells:
-    for model in s.LARGE:
-        rates = s.LARGE_RATES[model]
-        yield from _baselines(scale, model, rates, schedules)
-        yield from _pulled(scale, model, rates, s.LARGE_STRENGTHS, s.LARGE_POWERS)
-
-
-def _clipped(scale: Scale, rates: tuple[float, ...]) -> Cells:
-    yield from _pulled(scale, "smollm2-1.7b", rates, s.CLIPPED_STRENGTHS, s.LARGE_POWERS)
-
-
-def _dense(scale: Scale, powers: tuple[float, ...], periods: tuple[int, ...], *schedules: str) -> Cells:
-    yield from _baselines(scale, "smollm2-135m", s.SMALL_RATES, schedules)
-    yield from _pulled(scale, "smollm2-135m", s.SMALL_RATES, s.SMALL_STRENGTHS, powers, periods)
-
-
-def _rivals(scale: Scale) -> Cells:
-    long = "smollm2-135m-long"
-    yield from _baselines(scale, long, s.RIVAL_RATES, ("constant",))
-    yield from _pulled(scale, long, s.RIVAL_RATES, s.SMALL_STRENGTHS, s.SMALL_POWERS)
-    yield from (schedule_free(scale, long, lr) for lr in s.FREE_RATES)
-    rates = s.LARGE_RATES["qwen3-1.7b"]
-    yield from _baselines(scale, "qwen3-1.7b", rates, ("constant",))
-    yield from _pulled(scale, "qwen3-1.7b", rates, s.LARGE_STRENGTHS, s.LARGE_POWERS)
-    yield from (schedule_free(scale, "qwen3-1.7b", lr) for lr in s.QWEN_FREE_RATES)
-
-
-# --- One by one -----------------------------------------------------------------------------------------
-
-
-def _bema_sf(scale: Scale) -> Cells:
-    yield from _rivals(scale)
-    for lr in s.BRANCH_RATES:
-        yield adamw(scale, "smollm2-135m", lr)
-        for steps in scale.models["smollm2-135m"].budgets:
-            yield adamw(scale, "smollm2-135m", lr, "wsd", steps=steps)
-        yield pace(scale, "smollm2-135m", lr, s.BRANCH_STRENGTH, s.BRANCH_POWER)
-
-
-def _tulu(scale: Scale) -> Cells:
-    yield from _baselines(scale, "qwen3-1.7b-tulu", s.TULU_RATES, ("constant",))
-    yield from _pulled(scale, "qwen3-1.7b-tulu", s.TULU_RATES, s.TULU_STRENGTHS, s.LARGE_POWERS)
-
-
-def _all_schedules(scale: Scale) -> Cells:
-    for model, lr in s.HEADLINE.items():
-        yield from _baselines(scale, model, (lr,), s.SCHEDULES)
-        yield from _pulled(scale, model, (lr,), s.LARGE_STRENGTHS, s.LARGE_POWERS)
-
-
-def _seeds(scale: Scale) -> Cells:
-    for (model, lr), seed, schedule in product(s.HEADLINE.items(), s.HEADLINE_SEEDS, ("constant", "wsd")):
-        yield adamw(scale, model, lr, schedule, seed)
-        yield pace(scale, model, lr, s.HEADLINE_STRENGTH, s.HEADLINE_POWER, 1, schedule, seed)
-
-
-def _gpt(scale: Scale, powers: tuple[float, ...]) -> Cells:
-    yield from _baselines(scale, "gpt2-124m", s.GPT_RATES, ("constant",))
-    yield from _pulled(scale, "gpt2-124m", s.GPT_RATES, s.GPT_STRENGTHS, powers)
-
-
-def _scheduled(
-    scale: Scale, schedules: tuple[str, ...], powers: tuple[float, ...], seeds: tuple[int, ...]
-) -> Cells:
-    for schedule, seed in product(schedules, seeds):
-        yield adamw(scale, "gpt2-124m", s.SCHEDULED_RATE, schedule, seed)
-        for c, kappa in product(s.SCHEDULED_STRENGTHS, powers):
-            yield pace(scale, "gpt2-124m", s.SCHEDULED_RATE, c, kappa, 1, schedule, seed)
-
-
-def _pretrain(scale: Scale) -> Cells:
-    yield from _gpt(scale, (s.GPT_POWER,))
-    yield from _scheduled(scale, ("wsd",), (s.GPT_POWER,), (s.SEED,))
-
-
-def _river(scale: Scale) -> Cells:
-    lr, kappa = s.SCHEDULED_RATE, s.RIVER_POWER
-    yield adamw(scale, "gpt2-124m", lr)
-    for c in (s.RIVER_STRENGTH, s.RIVER_DECAYED_STRENGTH):
-        yield pace(scale, "gpt2-124m", lr, c, kappa)
-    for steps in scale.models["gpt2-124m"].budgets:
-        yield adamw(scale, "gpt2-124m", lr, "wsd", steps=steps)
-        yield pace(scale, "gpt2-124m", lr, s.RIVER_DECAYED_STRENGTH, kappa, 1, "wsd", steps=steps)
-
-
-# In the order of the paper.
-_EACH: tuple[tuple[str, str, Callable[[Scale], Cells]], ...] = (
-    ("fig:train_curves", "PACE on fine-tuning", lambda x: _large(x, s.SCHEDULES)),
-    ("fig:pretrain", "PACE on pretraining", _pretrain),
-    (
-        "fig:135m_grid",
-        "Effect of update frequency and pullback strength",
-        lambda x: _dense(x, (s.GRID_POWER,), s.SMALL_PERIODS, "constant"),
-    ),
-    ("fig:clip_frac_body", "Fraction of clipped updates", lambda x: _clipped(x, s.CLIPPED_RATES[:1])),
-    ("fig:bema_sf", "PACE, Schedule-Free, AdamW and EMA on fine-tuning", _bema_sf),
-    ("fig:c_kappa", "Effect of EMA power and pullback strength", lambda x: _large(x, ("constant",))),
-    ("fig:appendix_train_curves", "Training loss of PACE, Schedule-Free, AdamW and EMA", _rivals),
-    (
-        "fig:appendix_135m_full_grid",
-        "Effect of update frequency, EMA power and pullback strength",
-        lambda x: _dense(x, s.SMALL_POWERS, s.SMALL_PERIODS, "constant"),
-    ),
-    (
-        "fig:appendix_pretrain_kappa_sweep",
-        "Effect of EMA power and pullback strength on pretraining",
-        lambda x: _gpt(x, s.GPT_POWERS),
-    ),
-    ("fig:appendix_tulu_qwen", "Effect of EMA power and pullback strength on tulu-3", _tulu),
-    (
-        "fig:appendix_full_train_curves",
-        "Last quarter of the curves of fig:train_curves",
-        lambda x: _large(x, s.SCHEDULES),
-    ),
-    (
-        "fig:appendix_clip_frac",
-        "Fraction of clipped updates over training",
-        lambda x: _clipped(x, s.CLIPPED_RATES),
-    ),
-    (
-        "fig:appendix_clip_frac_vs_c",
-        "Fraction of clipped updates at the end of training",
-        lambda x: _clipped(x, s.CLIPPED_RATES),
-    ),
-    (
-        "fig:appendix_wsd_val_curves",
-        "PACE against AdamW and EMA with their best decay",
-        lambda x: _dense(x, s.SMALL_POWERS, (1,), *s.SCHEDULES),
-    ),
-    (
-        "fig:appendix_wsd_finetune",
-        "Fine-tuning across learning rates",
-        lambda x: _dense(x, s.SMALL_POWERS, (1,), *s.SCHEDULES),
-    ),
-    ("fig:appendix_fig1_all_schedules", "PACE against the baselines under every schedule", _all_schedules),
-    ("fig:appendix_multiseed_robust", "Fine-tuning with three seeds", _seeds),
-    (
-        "fig:appendix_pretrain_csweep",
-        "Pullback strength across schedules, three seeds",
-        lambda x: _scheduled(x, s.SCHEDULES, s.SCHEDULED_POWERS, s.SCHEDULED_SEEDS),
-    ),
-    (
-        "fig:appendix_pretrain_csweep_kappa",
-        "Pullback strength by EMA power",
-        lambda x: _scheduled(x, s.SCHEDULES, s.SCHEDULED_POWERS, (s.SEED,)),
-    ),
-    ("fig:appendix_pretrain_river", "Token budgets on pretraining", _river),
-)
-EXPERIMENTS = {label: Experiment(label=label, title=title, cells=cells) for label, title, cells in _EACH}
-
-
-# --- Cells and runs -------------------------------------------------------------------------------------
-
-
-def experiment(label: str) -> Experiment:
-    """By its label in the paper, with or without "fig:"."""
-    full = label if label.startswith("fig:") else f"fig:{label}"
-    if full not in EXPERIMENTS:
-        raise ConfigError(
-            f"the paper has no label {label[:80]!r}{nearest(full, list(EXPERIMENTS))}; "
-            f"there are {', '.join(EXPERIMENTS)}"
-        )
-    return EXPERIMENTS[full]
-
-
-def cells(label: str, scale: Scale) -> tuple[Cell, ...]:
-    """What the figure needs: each cell after the one that it goes on from, none twice.
-
-    >>> from paceline.paper.scales import PAPER
-    >>> [cell.run.after for cell in cells("appendix_pretrain_river", PAPER) if cell.run.after][0]
-    ('gpt2_adamw_lr0.002_constant_4750_s42', 1900)
+    >>> [one.run.after for one in runs_of(["appendix_pretrain_river"], SCALES["paper"]) if one.run.after][0]
+    ('gpt2_adamw_lr0.002_constant_4750_s42', 3800)
     """
-    return _cells(scale)[experiment(label).label]
+    own = {label: list(figure.runs(scale)) for label, figure in FIGURES.items()}
+    names = {one.name for figure in figures(labels) for one in own[figure.label]}
+    return [one for one in in_order(one for runs in own.values() for one in runs) if one.name in names]
 
 
-def runs(label: str, scale: Scale) -> dict[str, Run]:
-    """The runs to do, by name, in an order in which they can be done: each in a folder of its name beside the
-    others, where those that go on from another look for it."""
-    return {cell.name: cell.run for cell in cells(label, scale)}
+# --- List -----------------------------------------------------------------------------------------------
+
+SPEED = 4e14  # operations a second: an H100 at 40 % of its peak in bfloat16
 
 
-@cache
-def _cells(scale: Scale) -> dict[str, tuple[Cell, ...]]:
-    """Of all labels at once: only so it is known which checkpoints of a run others go on from."""
-    found = {label: _with_parents(entry.cells(scale)) for label, entry in EXPERIMENTS.items()}
-    forks: dict[str, set[int]] = {}
-    for cell in (cell for cells in found.values() for cell in cells):
-        if cell.run.after is not None:
-            forks.setdefault(cell.run.after[0], set()).add(cell.run.after[1])
-
-    def kept(cell: Cell) -> Cell:
-        steps = tuple(sorted(forks.get(cell.name, ())))
-        return replace(cell, run=replace(cell.run, keep_steps=steps)) if steps else cell
-
-    return {label: tuple(map(kept, cells)) for label, cells in found.items()}
+def show(wanted: Sequence[Figure], options: argparse.Namespace) -> int:
+    """Show how many runs each figure needs, how many are done, and what they cost."""
+    found = Finished.read(options.records)
+    _show(wanted, _scale(options, found), found)
+    return 0
 
 
-def _with_parents(cells: Cells) -> list[Cell]:
-    """Constant rates first; what others go on from is there, also if the figure does not show it."""
-    made = {(cell.model, cell.name): cell for cell in cells}
-    for cell in list(made.values()):
-        if cell.run.after is not None and (cell.model, cell.run.after[0]) not in made:
-            whole = _constant(cell)
-            made[whole.model, whole.name] = whole
-    return sorted(made.values(), key=lambda cell: cell.run.after is not None)
+def _scale(options: argparse.Namespace, found: Mapping[str, Finished]) -> Scale:
+    """Return the scale that is asked for; without one, that of which there are most records."""
+    if options.scale is not None or not found:
+        return SCALES[options.scale or "paper"]
+    return max(SCALES.values(), key=lambda scale: sum(one.name in found for one in runs_of(["all"], scale)))
 
 
-def _constant(cell: Cell) -> Cell:
-    """The cell that one with WSD goes on from."""
-    assert cell.run.after is not None
-    name = cell.run.after[0]
-    steps = int(name.split("_")[-2])
-    run = replace(cell.run, steps=steps, schedule="constant", fork=None)
-    return replace(cell, name=name, run=run, schedule="constant", steps=steps)
+def _show(wanted: Sequence[Figure], scale: Scale, found: Mapping[str, Finished]) -> None:
+    rows, everything = [], dict[str, tuple[float, bool]]()
+    for figure in wanted:
+        runs = list(figure.runs(scale))
+        table, _ = table_of(runs, scale, found)
+        done = {row.name: row.is_ended for row in table}
+        own = {one.name: (_hours(one, scale), done[one.name]) for one in runs}
+        rows.append((figure.label, *_sums(own.values()), _difference(table)))
+        everything |= own
+    rows.append((f"each run once, scale {scale.name}", *_sums(everything.values()), ""))
+    columns = ("label", "runs", "done", "hours", "best PACE − best other")
+    for line in Listing(columns=columns, rows=tuple(rows), numeric=(False, True, True, True, False)).lines():
+        say(line)
+    say(f"hours: training alone, on a GPU that does {SPEED:g} operations a second, an H100 at 40 %")
+
+
+def _sums(runs: Iterable[tuple[float, bool]]) -> tuple[str, str, str]:
+    hours, done = zip(*runs, strict=True)
+    return str(len(done)), str(sum(done)), f"{sum(hours):,.1f}"
+
+
+def _hours(one: Named, scale: Scale) -> float:
+    """Return an estimate of the time of a run: six operations a parameter and token."""
+    steps: int = one.tags["steps"] - (one.run.after[1] if one.run.after else 0)
+    tokens = steps * one.run.batch_size * one.run.length
+    return scale.models[one.tags["model"]].parameters * 6 * tokens / SPEED / 3600
+
+
+def _difference(table: Table) -> str:
+    """Return how far the best run of PACE ends from the best of the others, by model: numbers, no verdict."""
+    said = {}
+    for model, rows in table.by("model").items():
+        lots = rows.where(method="PACE"), rows.where(method=("AdamW", "EMA", "Schedule-Free"))
+        best = [min((row.loss for row in lot if row.loss is not None), default=math.nan) for lot in lots]
+        if math.isfinite(best[0] - best[1]):
+            said[f"{best[0] - best[1]:+.4f}"] = model
+    return ", ".join(f"{difference} {model}" for difference, model in said.items())
+
+
+# --- Run ------------------------------------------------------------------------------------------------
+
+
+def do(wanted: Sequence[Figure], options: argparse.Namespace, settings: Mapping[str, Any]) -> int:
+    """Do the runs of figures; return 1 if one could not be done."""
+    models = dict(text.split("=", 1) for text in options.base_model if "=" in text)
+    for text in options.base_model:
+        folder = text.partition("=")[2]
+        if not folder or not Path(folder).exists():
+            raise ConfigError(f"--base-model is {text[:80]!r}; write NAME=FOLDER, a folder that is there")
+    data = {name: getattr(options, name) for kind in DATA for name in (kind, f"{kind}_held_out")}
+    scale = located(SCALES[options.scale], data=data, models=models)
+    everything = {one.name: _set(one, settings) for one in runs_of(["all"], scale)}
+    runs = [everything.pop(one.name) for one in runs_of([figure.label for figure in wanted], scale)]
+    names = {one.name for one in runs}
+    later = [one for one in everything.values() if one.run.after and one.run.after[0] in names]
+    _check(runs, options)
+
+    def show(results: sweep.Results) -> None:
+        _show(wanted, scale, results.finished)
+        kept = [path for one in runs for path in folder_of(options.out, one.name).glob("checkpoints/step-*")]
+        if kept and not options.keep_models:
+            size = sum(file.stat().st_size for path in kept for file in path.rglob("*") if file.is_file())
+            say(f"checkpoints that stay, for runs of other labels: {len(kept)}, {size / 1e9:,.1f} GB")
+        say(f"figures: paceline paper draw {' '.join(options.labels)} --records {results.path}")
+
+    return sweep.perform(runs, options, later=later, show=show)
+
+
+def _set(one: Named, settings: Mapping[str, Any]) -> Named:
+    """Return a run with settings of the user. Only a run that pulls measures the pull."""
+    own = {k: v for k, v in settings.items() if k != "telemetry_every" or one.run.telemetry_every is not None}
+    return replace(one, run=config.make(as_mapping(one.run) | own)) if own else one
+
+
+def _check(runs: Sequence[Named], options: argparse.Namespace) -> None:
+    """Raise ConfigError for data and models that are nowhere."""
+    for one in runs:
+        run = one.run
+        for item in (*run.data, *run.held_out):
+            if not item.startswith("hf:") and item != "python" and not Path(item).exists():
+                flag = "--chat" if run.task == "sft" else "--text"
+                raise ConfigError(f"there is no file or folder {item!r}; say where the data are with {flag}")
+        if run.task == "sft" and "/" not in run.model and not Path(run.model).exists():
+            hint = f"say where yours is with --base-model {run.model}=FOLDER"
+            raise ConfigError(f"scale {options.scale} fine-tunes a small chat model, and brings none; {hint}")
+
+
+# --- Draw -----------------------------------------------------------------------------------------------
+
+
+def draw(wanted: Sequence[Figure], options: argparse.Namespace) -> int:
+    """Draw figures as PDF and PNG, from records."""
+    plots.check_installed()
+    found, folder = Finished.read(options.records), options.out or Path("figures")
+    scale = _scale(options, found)
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in wanted:
+        made, odd = sheet(figure, scale, found)
+        name = figure.label.removeprefix("fig:") + ("" if scale.name == "paper" else f"-{scale.name}")
+        say(f"{figure.label}: {' '.join(map(str, plots.draw(made, folder / name)))}")
+        for text in odd:
+            say(f"  left out, of other settings than {figure.label} at scale {scale.name}: {text}")
+    return 0

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.lm import checkpoint
 from paceline.lm.batch import First, Samples
+from paceline.lm.chat import ChatFormat
 from paceline.lm.evaluate import summed_loss
 from paceline.lm.gpt import GPT, shape_of
 from paceline.lm.loop import Plan, Trainee
@@ -46,14 +47,13 @@ class _Material:
 
 
 def build(run: Run, tell: data.Tell, ranks: Ranks = ALONE) -> Job:
-    """Build a run. Its random numbers are drawn from its seed here and from then on."""
-    methods.check_methods(run)
-    device = ranks.device or _device(run.device)
+    """Build a run. From here on random numbers are drawn from its seed."""
+    device = ranks.device or device_of(run.device)
     torch.manual_seed(run.seed)
     material = (_sft if run.task == "sft" else _pretrain)(run, tell)
     model, called = ranks.spread(material.model, device)
-    optimizer = methods.make_optimizer(run, model)
     plan = _plan(run, material, device)
+    optimizer = methods.make_optimizer(run, model, plan.steps)
     views, returned = methods.make_views(run, optimizer, model)
     held_out = material.held_out
     if run.held_out_samples is not None:
@@ -82,7 +82,8 @@ def build(run: Run, tell: data.Tell, ranks: Ranks = ALONE) -> Job:
     )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device of that name; raise ConfigError for one that cannot be used."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -184,9 +185,9 @@ def _check_fits(run: Run, model: Any, vocabulary: int) -> None:
 
 
 def model_of(run: Run, tokenizer: Path) -> tuple[nn.Module, Callable[[Path], object]]:
-    """The model of a run, and how to write it to a folder that transformers loads: without its data.
+    """Return the model of a run with new weights, and how to write it as a folder that transformers loads.
 
-    Its weights are yet to be put in, its tokenizer is the one that was saved.
+    No data are needed: the tokenizer is the one that was saved.
     """
     from paceline.lm.pretrained import export_folder, load_tokenizer
     from paceline.lm.vocabulary import open_vocabulary
@@ -197,6 +198,23 @@ def model_of(run: Run, tokenizer: Path) -> tuple[nn.Module, Callable[[Path], obj
         return model, partial(export_folder, model, vocabulary)
     model, _ = _pretrained(run)
     return model, partial(export_folder, model, load_tokenizer(tokenizer))
+
+
+def held_out_of(run: Run, tokenizer: Path, tell: data.Tell) -> Samples:
+    """Return the samples to evaluate a run on, by the tokenizer that it has saved: without training data."""
+    from paceline.lm.pretrained import load_tokenizer
+    from paceline.lm.vocabulary import open_vocabulary, vocabulary_of
+
+    samples: Samples
+    if run.task == "sft":
+        data.check_chat_files(run.held_out or run.data)
+        form = ChatFormat(load_tokenizer(tokenizer))
+        samples = data.held_out_chats(run.data, run.held_out, form, run.length, tell)
+    else:
+        vocabulary = open_vocabulary(tokenizer) if _is_own(run) else vocabulary_of(load_tokenizer(tokenizer))
+        tokens = data.held_out_text(run.data, run.held_out, vocabulary, tell)
+        samples = Windows(tokens, length=run.length)
+    return samples if run.held_out_samples is None else First(samples, run.held_out_samples)
 
 
 def _pretrained(run: Run) -> tuple[Any, Any]:
@@ -215,24 +233,28 @@ def _pretrained(run: Run) -> tuple[Any, Any]:
 
 def _plan(run: Run, material: _Material, device: torch.device) -> Plan:
     steps = steps_of(run, len(material.samples), sum(p.numel() for p in material.model.parameters()))
-    precision = run.precision
-    if precision == "auto":
-        precision = "bfloat16" if device.type == "cuda" else "float32"
     return Plan(
         steps=steps,
         batch_size=run.batch_size,
         micro_batch_size=min(run.micro_batch_size or run.batch_size, run.batch_size),
         seed=run.seed,
         clip_norm=run.clip_norm,
-        precision={"float32": torch.float32, "bfloat16": torch.bfloat16}[precision],
+        precision=precision_of(run, device),
         evaluate_every=run.evaluate_every or max(1, steps // 10),
         max_skips=run.skip_nonfinite,
         workers=run.workers,
     )
 
 
+def precision_of(run: Run, device: torch.device) -> torch.dtype:
+    """Return the precision of matrix products."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    name = auto if run.precision == "auto" else run.precision
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
 def steps_of(run: Run, samples: int, parameters: int) -> int:
-    """How many steps the budget of a run is."""
+    """Return the number of steps in the budget of a run."""
     tokens_per_step = run.batch_size * run.length
     if run.steps is not None:
         return run.steps
@@ -250,7 +272,7 @@ def steps_of(run: Run, samples: int, parameters: int) -> int:
 
 
 def fork(job: Job, where: str, folder: Path) -> int:
-    """Put the weights and the optimizer's memory of another run's checkpoint into a job; its step.
+    """Put the weights and the optimizer's state of another run's checkpoint into a job; return its step.
 
     Settings of the optimizer stay those of this run, which is in `folder`.
     """
@@ -282,18 +304,27 @@ def fork(job: Job, where: str, folder: Path) -> int:
 
 
 def _checkpoint_named(where: str, folder: Path) -> Path:
-    """RUN@STEP, a run (its newest), or the folder of a checkpoint. A mere name: a run beside `folder`."""
+    """Return the checkpoint of RUN@STEP, of RUN (its newest), or in that folder; RUN may be a sibling."""
     path, _, step = where.rpartition("@")
     if not path or Path(where).is_dir():
         path, step = where, ""
     # First of all: there the run's own siblings are, wherever the command was called from.
     if Path(path).name == path and (folder.parent / path).is_dir():
         path = str(folder.parent / path)
-    if (Path(path) / "manifest.json").exists():
-        return Path(path)
-    found = dict(checkpoint.all_of(Path(path) / "checkpoints"))
+    if step and not step.isdigit():
+        raise ConfigError(f"fork {where!r}: {step!r} is no step")
+    return checkpoint_of(Path(path), int(step) if step else None)
+
+
+def checkpoint_of(folder: Path, step: int | None = None) -> Path:
+    """Return the folder of a checkpoint of a run, the newest without a step, or that folder itself."""
+    if (folder / "manifest.json").exists():
+        if step is not None:
+            raise ConfigError(f"{folder} is one checkpoint; step goes with the folder of a run")
+        return folder
+    found = dict(checkpoint.all_of(folder / "checkpoints"))
     if not found:
-        raise ConfigError(f"fork {where!r}: {path} holds no checkpoint")
-    if step and (not step.isdigit() or int(step) not in found):
-        raise ConfigError(f"fork {where!r}: {path} has checkpoints of the steps {sorted(found)}")
-    return found[int(step) if step else max(found)]
+        raise ConfigError(f"{folder} holds no checkpoint")
+    if step is not None and step not in found:
+        raise ConfigError(f"{folder} has no checkpoint of step {step}; there are: {sorted(found)}")
+    return found[max(found) if step is None else step]

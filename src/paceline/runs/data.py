@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cache import cache_folder
-from paceline.lm.chat import ChatFormat, ChatSamples, chat_rows, messages_of, prepare_chat
+from paceline.lm.chat import ChatFormat, chat_rows, messages_of
+from paceline.lm.chat_samples import ChatSamples, prepare_chat
 from paceline.lm.documents import ROWS, TEXT, Files, Hub, cut, is_held_out, open_hub, open_source
 from paceline.lm.files import BusyError, sha256_of
 from paceline.lm.python_corpus import Corpus, python_corpus
@@ -42,7 +43,7 @@ class Text:
 def prepare_text(
     names: tuple[str, ...], held_out: tuple[str, ...], tokenizer: str | Vocabulary, usual: str, tell: Tell
 ) -> Text:
-    """The tokens of these sources, prepared if need be; `usual` is what the tokenizer "auto" stands for."""
+    """Return the tokens of these sources, prepared if need be; `usual` is the tokenizer for auto."""
     if _is_prepared(names):
         folder = Path(names[0]).expanduser()
         vocabulary = open_vocabulary(folder / "tokenizer")
@@ -50,25 +51,27 @@ def prepare_text(
             raise ConfigError(f"{names[0]} was prepared with another tokenizer than the model's")
         if isinstance(tokenizer, str) and tokenizer != "auto":
             raise ConfigError(f"{names[0]} is prepared with a tokenizer already; leave out tokenizer")
-        if not held_out:
-            return open_prepared(folder)
         training = _part(folder, "train", vocabulary)
     else:
         sources, part = [_Source(name) for name in names], "all" if held_out else "train"
         vocabulary = _vocabulary(usual if tokenizer == "auto" else tokenizer, sources, part, tell)
         training = _tokens(sources, part, vocabulary, tell)
-        if not held_out:
-            return Text(
-                vocabulary=vocabulary,
-                training=training,
-                held_out=_tokens(sources, "held-out", vocabulary, tell),
-            )
-    others = [_Source(name) for name in held_out]
-    return Text(vocabulary=vocabulary, training=training, held_out=_tokens(others, "all", vocabulary, tell))
+    others = held_out_text(names, held_out, vocabulary, tell)
+    return Text(vocabulary=vocabulary, training=training, held_out=others)
+
+
+def held_out_text(
+    names: tuple[str, ...], held_out: tuple[str, ...], vocabulary: Vocabulary, tell: Tell
+) -> Tokens:
+    """Return the tokens to evaluate on: other text or, without it, what is held out of these sources."""
+    if not held_out and _is_prepared(names):
+        return _part(Path(names[0]).expanduser(), "held-out", vocabulary)
+    part = "all" if held_out else "held-out"
+    return _tokens([_Source(name) for name in held_out or names], part, vocabulary, tell)
 
 
 def prepare_folder(names: list[str], tokenizer: str, folder: Path, tell: Tell) -> Text:
-    """The same in a folder of the user's choice, which `data` accepts from then on."""
+    """Prepare text in a folder of the user's choice, which is a name of data from then on."""
     sources, kept = [_Source(name) for name in names], folder / "tokenizer"
     vocabulary = _vocabulary(tokenizer, sources, "train", tell)
     if not (kept / "tokenizer_config.json").exists():
@@ -87,7 +90,7 @@ def _is_prepared(names: tuple[str, ...]) -> bool:
 
 
 def open_prepared(folder: Path) -> Text:
-    """What `prepare_folder` wrote."""
+    """Return the text in a folder that `prepare_folder` wrote."""
     vocabulary = open_vocabulary(folder / "tokenizer")
     training, held_out = (_part(folder, part, vocabulary) for part in ("train", "held-out"))
     return Text(vocabulary=vocabulary, training=training, held_out=held_out)
@@ -115,7 +118,7 @@ def _vocabulary(tokenizer: str | Vocabulary, sources: "list[_Source]", part: str
 def _tokens(
     sources: "list[_Source]", part: str, vocabulary: Vocabulary, tell: Tell, folder: Path | None = None
 ) -> Tokens:
-    """Interrupted, it goes on when called again."""
+    """Return the tokens of one part, prepared if need be. Interrupted, it resumes when called again."""
     about = {"sources": _descriptions(sources), "part": part}
     if folder is None:
         folder = cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *about["sources"])
@@ -145,7 +148,10 @@ class _Source:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._source: Corpus | Any = python_corpus() if name == "python" else open_source(name)
+        try:
+            self._source: Corpus | Any = python_corpus() if name == "python" else open_source(name)
+        except (FileNotFoundError, ValueError) as error:  # no such file, or not one that can be read
+            raise ConfigError(str(error)) from None
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -153,7 +159,7 @@ class _Source:
         return described
 
     def documents(self, part: str) -> Iterator[str]:
-        """Those of one part: train, held-out, all."""
+        """Yield the documents of one part: train, held-out or all."""
         source = self._source
         if isinstance(source, Corpus):
             yield from source.held_out if part != "train" else ()
@@ -167,7 +173,7 @@ class _Source:
 
 
 def _part_size(source: Any) -> int | None:
-    """Characters of the parts that a plain text is split in: without documents, some must be held out."""
+    """Return the size in characters of the parts of a plain text, some of which are held out; else None."""
     if isinstance(source, Files) and all(path.name.lower().endswith(TEXT) for path in source.files):
         return max(200, min(10_000, sum(path.stat().st_size for path in source.files) // 100))
     return None
@@ -227,7 +233,7 @@ CHATML = (
 
 
 def read_template(name: str | None) -> str | None:
-    """The chat template of that name, or in a file."""
+    """Return the chat template of that name, or in a file."""
     if name is None or name == "chatml":
         return name and CHATML
     try:
@@ -239,12 +245,18 @@ def read_template(name: str | None) -> str | None:
 def prepare_chats(
     names: tuple[str, ...], held_out: tuple[str, ...], tokenizer: Any, length: int, tell: Tell
 ) -> Chats:
-    """Conversations written out as the tokenizer's model was trained on, and packed, if need be."""
+    """Return conversations in the form of the tokenizer's chat template, packed; prepared if need be."""
     form = ChatFormat(tokenizer)
-    both = (names, "all"), (held_out, "all")
-    parts = both if held_out else ((names, "train"), (names, "held-out"))
-    training, others = (_chats(files, part, form, length, tell) for files, part in parts)
+    training = _chats(names, "all" if held_out else "train", form, length, tell)
+    others = held_out_chats(names, held_out, form, length, tell)
     return Chats(tokenizer=form.fingerprint, training=training, held_out=others)
+
+
+def held_out_chats(
+    names: tuple[str, ...], held_out: tuple[str, ...], form: ChatFormat, length: int, tell: Tell
+) -> ChatSamples:
+    """Return the conversations to evaluate on: others or, without them, those held out of these."""
+    return _chats(held_out or names, "all" if held_out else "held-out", form, length, tell)
 
 
 def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:
@@ -262,7 +274,7 @@ def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tel
 
 
 def _chat_rows(sources: list[Path | Hub], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Split by what is asked first: one question never occurs in both parts."""
+    """Yield the rows of one part, split by the first question: one question never occurs in both parts."""
     each = (chat_rows(source) if isinstance(source, Path) else source.rows() for source in sources)
     for where, row in chain.from_iterable(each):
         if part != "all":

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a line that moves on a terminal, lines that stay anywhere else."""
+"""What a run shows: lines, and on a terminal a bar."""
 
 import sys
 import time
@@ -12,48 +12,32 @@ from paceline.runs.terminal import printable
 
 
 class Sink(Protocol):
-    """Takes events in."""
+    """An object that takes events."""
 
     def take(self, event: Event) -> None: ...
 
 
-class Lines:
-    """One line for each evaluation and notice; steps only if they are far between."""
+class Screen:
+    """A line for each evaluation and notice; on a terminal, a bar below them with losses and time left."""
 
-    def __init__(self, stream: Any = None, seconds: float = 30.0) -> None:
-        self._stream, self._seconds = stream or sys.stdout, seconds
-        self._pace = Pace()
+    def __init__(self, console: Any, bar: Any = None, seconds: float = 30.0) -> None:
+        self._console, self._bar, self._seconds = console, bar, seconds
+        self._pace, self._task = Pace(), None
         self._spoke = time.monotonic()
 
     def take(self, event: Event) -> None:
-        """Say it, if it is worth a line."""
+        """Move the bar, and print what is worth a line; without a bar, steps too if they are far apart."""
         self._pace.take(event)
-        if isinstance(event, Step) and not event.skipped and time.monotonic() - self._spoke < self._seconds:
-            return
-        text = describe(event, self._pace)
-        if text:
-            self._spoke = time.monotonic()
-            print(printable(text), file=self._stream, flush=True)
-
-
-class Bar:
-    """A bar with losses, speed and time left, and lines above it for what should stay."""
-
-    def __init__(self, progress: Any) -> None:
-        self._progress, self._task = progress, None
-        self._pace = Pace()
-
-    def take(self, event: Event) -> None:
-        """Move the bar, or say it above."""
-        self._pace.take(event)
-        if isinstance(event, Started):
-            self._task = self._progress.add_task("", total=event.steps, completed=event.step, note="")
-        if isinstance(event, Step):
-            self._progress.update(self._task, completed=event.step, note=self._pace.note())
+        if self._bar is not None and isinstance(event, Started):
+            self._task = self._bar.add_task("", total=event.steps, completed=event.step, note="")
         if isinstance(event, Step) and not event.skipped:
-            return
+            if self._bar is not None:
+                self._bar.update(self._task, completed=event.step, note=self._pace.note())
+            if self._bar is not None or time.monotonic() - self._spoke < self._seconds:
+                return
         if text := describe(event, self._pace):
-            self._progress.console.print(printable(text), highlight=False, markup=False)
+            self._spoke = time.monotonic()
+            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 class Pace:
@@ -68,13 +52,13 @@ class Pace:
         self._returned: float | None = None
 
     def take(self, event: Event) -> None:
-        """Learn from an event."""
+        """Take an event in."""
         now = time.monotonic()
         match event:
             case Started():
                 self._started = event
             case Step():
-                if self._before is not None and event.step > self._at:  # some may not have been told
+                if self._before is not None and event.step > self._at:  # some may be missing
                     share = 0.1 if self._seconds else 1.0
                     self._seconds += share * ((now - self._before) / (event.step - self._at) - self._seconds)
                 self._step = event
@@ -86,17 +70,17 @@ class Pace:
             self._at = event.step
 
     def tokens_per_second(self) -> float:
-        """Of training steps alone."""
+        """Return the speed of training steps."""
         return self._started.tokens_per_step / self._seconds if self._started and self._seconds else 0.0
 
     def seconds_left(self) -> float | None:
-        """Of training steps; None if that is not known yet."""
+        """Return the time that the rest of the steps takes; None if it is not known yet."""
         if not (self._seconds and self._started and self._step):
             return None
         return (self._started.steps - self._step.step) * self._seconds
 
     def note(self) -> str:
-        """The state of things in a few words."""
+        """Return the latest losses, the speed and the time left."""
         parts = [f"loss {self._step.loss:.4f}"] if self._step else []
         if self._returned is not None and self._started is not None:
             parts.append(f"{self._started.returned} {self._returned:.4f}")
@@ -106,7 +90,7 @@ class Pace:
 
 
 def describe(event: Event, pace: Pace) -> str | None:
-    """An event in one line, None for what need not be said."""
+    """Return a line about an event; None if it is not worth one."""
     match event:
         case Started(step=step, steps=steps, parameters=parameters, tokens_per_step=tokens):
             at = f" from step {step}" if step else ""
@@ -127,26 +111,22 @@ def describe(event: Event, pace: Pace) -> str | None:
 
 
 @contextmanager
-def shown(stream: Any = None) -> Iterator[Sink]:
-    """A bar if the stream is a terminal and rich is installed, lines if not."""
-    stream = stream or sys.stdout
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    except ImportError:
-        yield Lines(stream)
-        return
-    console = Console(file=stream)
+def shown() -> Iterator[Screen]:
+    """Yield a screen on stdout."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(file=sys.stdout)
     if not console.is_terminal:
-        yield Lines(stream)
+        yield Screen(console)
         return
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        yield Bar(progress)
+    with Progress(*columns, console=console, refresh_per_second=4) as bar:
+        yield Screen(console, bar)
 
 
 def drive(events: Iterable[Event], sinks: Iterable[Sink]) -> None:
-    """Hand every event to every sink."""
+    """Tell every sink of every event."""
     sinks = list(sinks)
     for event in events:
         for sink in sinks:

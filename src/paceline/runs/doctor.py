@@ -10,11 +10,11 @@ import torch
 from paceline.lm import checkpoint
 from paceline.lm.files import plain_file, sha256_of
 from paceline.optim.fused import missing
-from paceline.runs.config import ConfigError
+from paceline.runs.config import ConfigError, make
 
 
 def examine_machine() -> list[str]:
-    """What is to be said of the machine: versions, devices, and how PACE steps on each."""
+    """Return lines about the machine: versions, devices, and how PACE steps on each."""
     lines = [
         f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     ]
@@ -31,7 +31,7 @@ def examine_machine() -> list[str]:
 
 
 def examine(folder: Path) -> tuple[list[str], bool]:
-    """What is to be said of a run, a checkpoint or an exported model, and whether it is whole."""
+    """Return lines about a run, a checkpoint or an exported model, and whether it is whole."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder")
     if any((folder / name).exists() for name in ("manifest.json", "state.json")):
@@ -41,22 +41,15 @@ def examine(folder: Path) -> tuple[list[str], bool]:
     if (folder / "paceline.json").exists():
         return _exported(folder)
     if any(folder.glob("*.safetensors")):
-        return [
-            f"{folder}: weights of another origin; nothing says whether they are live or an average"
-        ], True
+        text = "weights of another origin; nothing says whether they are live or an average"
+        return [f"{folder}: {text}"], True
     raise ConfigError(f"{folder} holds no run, checkpoint or model that paceline knows")
 
 
 def _run(folder: Path) -> tuple[list[str], bool]:
-    lines, whole = [f"{folder}: a run"], True
-    found = checkpoint.all_of(folder / "checkpoints")
-    for _, path in found:
-        said, fine = _checkpoint(path)
-        lines += said
-        whole = whole and fine
-    if not found:
-        lines.append("  no checkpoint yet")
-    return lines, whole
+    found = [_checkpoint(path) for _, path in checkpoint.all_of(folder / "checkpoints")]
+    lines = [line for said, _ in found for line in said] or ["  no checkpoint yet"]
+    return [f"{folder}: a run", *lines], all(is_whole for _, is_whole in found)
 
 
 def _checkpoint(folder: Path) -> tuple[list[str], bool]:
@@ -67,7 +60,7 @@ def _checkpoint(folder: Path) -> tuple[list[str], bool]:
         size = sum(file["bytes"] for file in manifest["files"].values())
         lines = [
             f"{folder.name}: whole; step {facts['progress']['step']} of a {facts['config']['task']} run of "
-            f"{facts['config']['model']} with {facts['config']['optimizer']}; {size:,} bytes",
+            f"{facts['config']['model']} with {make(facts['config']).name}; {size:,} bytes",
             *_parts(described, manifest["files"]),
             f"  returned by this run: {facts['returned']}",
         ]
@@ -81,18 +74,16 @@ def _checkpoint(folder: Path) -> tuple[list[str], bool]:
 
 def _parts(described: dict[str, Any], files: dict[str, Any]) -> list[str]:
     live = f"the live weights ({len(described['live'])} tensors)"
-    remembered = _remembered(described["optimizer"])
-    if "live.safetensors" in files:
-        return [f"  live.safetensors: {live}", f"  optimizer.safetensors: {remembered}"]
-    count = len(files) - 1  # state.json
-    return [f"  in {count} shard(s): live.NAME, {live}", f"  optimizer.NAME: {remembered}"]
-
-
-def _remembered(entries: dict[str, Any]) -> str:
-    kinds = sorted({key for entry in entries.values() if isinstance(entry, dict) for key in entry})
+    kinds = sorted(
+        {key for entry in described["optimizer"].values() if isinstance(entry, dict) for key in entry}
+    )
     averages = [key for key in kinds if "average" in key or "returned" in key or key == "z"]
+    others = ", ".join(key for key in kinds if key not in averages) or "nothing"
     named = f"averages as NAME.{', NAME.'.join(averages)}" if averages else "no average"
-    return f"{named}; also {', '.join(key for key in kinds if key not in averages) or 'nothing'}"
+    if "live.safetensors" in files:
+        return [f"  live.safetensors: {live}", f"  optimizer.safetensors: {named}; also {others}"]
+    count = len(files) - 1  # state.json
+    return [f"  in {count} shard(s): live.NAME, {live}", f"  optimizer.NAME: {named}; also {others}"]
 
 
 def _exported(folder: Path) -> tuple[list[str], bool]:

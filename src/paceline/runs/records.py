@@ -38,7 +38,7 @@ class Writer:
             self._file.write(line.encode())
 
     def position(self) -> int:
-        """How long the file is, now that all of it is on the disk, and still under its name."""
+        """Return the length of the file, now that all of it is on the disk and still under its name."""
         with self._named():
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -58,7 +58,7 @@ class Writer:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Around calls whose errors do not say of which file they are."""
+        """Name the file in errors."""
         try:
             yield
         except OSError as error:
@@ -66,24 +66,20 @@ class Writer:
 
 
 class Nowhere:
-    """Of a rank that leaves records to the first."""
+    """The records of a rank that leaves them to the first."""
 
-    def write(self, kind: str, content: Mapping[str, Any]) -> None:
-        """Leave it."""
+    def write(self, kind: str, content: Mapping[str, Any]) -> None: ...
 
     def position(self) -> int:
-        """Nothing is written."""
         return 0
 
-    def flush(self) -> None:
-        """Nothing is there to read."""
+    def flush(self) -> None: ...
 
-    def close(self) -> None:
-        """Nothing was opened."""
+    def close(self) -> None: ...
 
 
 def _known(value: Any) -> Any:
-    """The same with None for numbers that are not finite, which JSON has no words for."""
+    """Return the value with None for numbers that are not finite, which JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -92,12 +88,12 @@ def _known(value: Any) -> Any:
 
 
 def whole_lines(path: Path) -> int:
-    """How many bytes of a file are lines that came to their end; none if it is not there."""
+    """Return how many bytes of a file are complete lines; 0 if it does not exist."""
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records in a file. A last line that is cut off is left out: its writer was killed or is at work."""
+    """Yield the records in a file, without a last line that is cut off."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -111,7 +107,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 @cache
 def environment() -> dict[str, Any]:
-    """What a result may depend on besides its config: versions and hardware, and nothing personal."""
+    """Return versions and hardware, which a result may depend on too; nothing personal."""
     import torch
 
     import paceline
@@ -129,7 +125,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the source that runs, if it is a checkout: with a + if it was edited since."""
+    """Return the commit of a checkout, with a + if it was edited since; None without one."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -144,3 +140,26 @@ def _commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+class Clock:
+    """Measures how fast steps are."""
+
+    def __init__(self, *, tokens: int, operations: float, peak: float | None) -> None:
+        self._tokens, self._operations, self._peak = tokens, operations, peak
+        self._seconds: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """Count a step."""
+        self._seconds.append(seconds)
+
+    def speed(self) -> dict[str, float | None]:
+        """Return tokens a second since the last call, and the share of the GPU's peak (MFU) if known."""
+        seconds, self._seconds = self._seconds, []
+        if not seconds:
+            return {"tokens_per_second": None, "mfu": None}
+        rate = self._tokens * len(seconds) / sum(seconds)
+        return {
+            "tokens_per_second": round(rate, 1),
+            "mfu": round(rate * self._operations / self._peak, 4) if self._peak else None,
+        }

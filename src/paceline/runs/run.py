@@ -1,4 +1,4 @@
-"""One run in its folder: built, resumed, trained, saved; it goes on where it was, whatever happened.
+"""One run in its folder: built, resumed, trained, saved, also after a kill.
 
 .. code-block:: text
 
@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,14 +23,13 @@ from paceline.lm import checkpoint
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import locked, new_folder, remove_temporary
 from paceline.lm.loop import Evaluation, Progress, Step, train
-from paceline.lm.parallel import Ranks, joined
+from paceline.lm.parallel import joined
 from paceline.lm.throughput import operations_per_token, peak_of
 from paceline.optim import pull_statistics
-from paceline.runs import build, records
-from paceline.runs.config import MAY_CHANGE, ConfigError, Run, as_mapping, make
-from paceline.runs.methods import memory_of
-from paceline.runs.naming import methods_of
-from paceline.runs.steering import control_in
+from paceline.runs import build, changes, records
+from paceline.runs.config import ConfigError, Run, as_mapping
+from paceline.runs.methods import check_methods, control_of, memory_of
+from paceline.runs.names import titles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +64,7 @@ Event = Started | Notice | Step | Evaluation | Saved
 
 
 class Interrupted(RuntimeError):
-    """A run, or many, were asked to stop by a signal; all is saved and goes on when started again."""
+    """A signal asked a run, or many, to stop. All is saved; the same command resumes."""
 
     def __init__(self, number: int, step: int | None) -> None:
         where = "" if step is None else f" after step {step}"
@@ -74,11 +73,11 @@ class Interrupted(RuntimeError):
 
 
 class DivergedError(RuntimeError):
-    """A run was ended because its loss showed that nothing would come of it."""
+    """A run was ended because its loss showed that it has diverged."""
 
 
 class Watch(Protocol):
-    """Looks at the loss of every step from the first one, and says why a run should end."""
+    """An object that sees the loss of every step from the first one, and says why a run should end."""
 
     def take(self, step: int, steps: int, loss: float | None) -> str | None: ...
 
@@ -88,15 +87,25 @@ def execute(
 ) -> Iterator[Event]:
     """Do a run, or the rest of it, and yield what happens. Everything is written to its folder.
 
-    `tell` hears of long preparations while they go on; `watch` may end it as diverged. Of several ranks each
-    does this, and the first alone writes.
+    Each rank does this, and the first alone writes.
+
+    Arguments:
+        run: the description.
+        folder: the folder of the run.
+        tell: is called with lines about long preparations.
+        watch: may end the run as diverged.
     """
+    check_methods(run)
     with ExitStack() as stack:
-        ranks = stack.enter_context(_joined(run))
+        try:
+            ranks = stack.enter_context(joined(how=run.parallel, shards=run.shards, device=run.device))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         ranks.of_first(lambda: stack.enter_context(locked(folder)))
-        found, problems = ranks.of_first(lambda: _look(folder, run))
+        found, problems, horizon = ranks.of_first(lambda: _look(folder, run))
         for problem in problems:
-            yield Notice(text=f"{problem}; going on from an earlier one")
+            yield Notice(text=f"{problem}; an earlier one is used")
+        run = replace(run, horizon=horizon)
         running = _Running(run, folder, build.build(run, tell, ranks), watch)
         try:
             running.begin(found)
@@ -106,49 +115,45 @@ def execute(
             running.close()
 
 
-@contextmanager
-def _joined(run: Run) -> Iterator[Ranks]:
-    with ExitStack() as stack:
-        try:
-            ranks = stack.enter_context(joined(how=run.parallel, shards=run.shards, device=run.device))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        yield ranks
-
-
-def _look(folder: Path, run: Run) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, if there is any, and what is wrong with newer ones."""
+def _look(folder: Path, run: Run) -> tuple[Path | None, list[str], int | None]:
+    """Return the checkpoint to continue, if there is any, what is wrong with newer ones, and the horizon."""
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
     for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
         remove_temporary(place)
     found, problems = checkpoint.newest(checkpoints)
+    horizon = run.horizon
     if found is not None:
-        refuse_changes(checkpoint.load_facts(found)["config"], run)
+        facts = checkpoint.load_facts(found)
+        horizon = changes.horizon_of(facts, run)
+        before = facts["config"]
+        if horizon is not None and before["horizon"] is None:  # the same in other words
+            before = {**before, "horizon": facts["steps"]}
+        changes.refuse_changes(before, replace(run, horizon=horizon))
     elif problems:
-        raise ValueError(f"{problems[0]}; there is no other to go on from (to begin anew, move it away)")
-    return found, problems
+        raise ValueError(f"{problems[0]}; there is no other (to begin again, move it away)")
+    return found, problems, horizon
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run has nothing left to do: it came to its end, or diverged."""
+    """Return whether a run has nothing left to do: it came to its end, or diverged."""
     return end_of(folder) is not None
 
 
 def end_of(folder: Path) -> dict[str, Any] | None:
-    """When and how a run ended, finished or diverged; None: it has something left to do."""
+    """Return when and how a run ended, finished or diverged; None if it has something left to do."""
     timing = folder / "timing.jsonl"
     lines = list(records.read(timing)) if timing.exists() else []
     return lines[-1] if lines and lines[-1]["kind"] == "end" else None
 
 
 def has_checkpoint(folder: Path, step: int) -> bool:
-    """Whether a run has a checkpoint of that step."""
+    """Return whether a run has a checkpoint of that step."""
     return step in dict(checkpoint.all_of(folder / "checkpoints"))
 
 
 def drop_checkpoints(folder: Path, but: Collection[int] = ()) -> None:
-    """Remove the models of a run, but for those of some steps; its records stay."""
+    """Remove the checkpoints of a run, but for those of some steps; its records stay."""
     checkpoints = folder / "checkpoints"
     if not but:
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -158,47 +163,7 @@ def drop_checkpoints(folder: Path, but: Collection[int] = ()) -> None:
         checkpoint.keep_only(checkpoints, but)
 
 
-def refuse_changes(before: dict[str, Any], run: Run) -> None:
-    """Raise ConfigError if a run that goes on would not be the one that was begun."""
-    now = as_mapping(run)
-    # A run without a planned end may be made longer: nothing of what was done depends on it.
-    may = MAY_CHANGE | (
-        {"steps", "tokens", "epochs"} if now["schedule"].startswith(("const", "inv")) else set()
-    )
-    changed = [
-        f"{name}: {before.get(name)!r} → {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if name not in may and before.get(name) != now.get(name)
-    ]
-    if changed:
-        raise ConfigError(
-            f"this folder holds a run with other settings ({'; '.join(changed)}); "
-            "give those again to go on, choose another folder, or begin a new run with --fork"
-        )
-
-
-def refuse_other_data(before: dict[str, Any], job: build.Job) -> None:
-    """Raise ConfigError if the data are not those that a run was begun with."""
-    for name in ("fingerprint", "held_out_fingerprint"):
-        was, now = before["data"][name], job.facts["data"][name]
-        if was != now:
-            raise ConfigError(
-                f"the data have changed since this run was begun ({name}: {was[:12]}… → {now[:12]}…); "
-                "give it those that it had, or begin another run"
-            )
-
-
 _WORST: dict[str, Any] = {"loss": math.inf}
-
-
-def _refuse_lost_checkpoints(folder: Path) -> None:
-    """Raise ConfigError where a run was that has lost its checkpoints: it would be overwritten."""
-    path = folder / "timing.jsonl"
-    if path.exists() and any(line["kind"] == "save" for line in records.read(path)):
-        raise ConfigError(
-            f"{folder} holds the records of a run without its checkpoints; they would be overwritten: "
-            "choose another folder, or move it away"
-        )
 
 
 class _Running:
@@ -212,7 +177,7 @@ class _Running:
         trainee = job.trainee
         self.ranks = trainee.ranks
         peak = peak_of(trainee.device)
-        self.clock = _Clock(
+        self.clock = records.Clock(
             tokens=job.plan.batch_size * trainee.samples.length,
             operations=operations_per_token(trainee.model, trainee.samples.length),
             peak=None if peak is None else peak * self.ranks.size,
@@ -224,12 +189,12 @@ class _Running:
     # --- Beginning ---
 
     def begin(self, found: Path | None) -> None:
-        """From a checkpoint, from that of another run, or from new weights."""
+        """Begin from a checkpoint, from that of another run, or from new weights."""
         trainee, keep = self.job.trainee, 0
         if found is not None:
             saved = checkpoint.read(found, checkpoint.named_tensors(trainee.model))
             facts = saved["facts"]
-            refuse_other_data(facts, self.job)
+            changes.refuse_other_data(facts, self.job.facts)
             checkpoint.restore(trainee.model, trainee.optimizer, saved)
             trainee.scheduler.load_state_dict(facts["schedule"])
             checkpoint.restore_random(saved)
@@ -239,7 +204,7 @@ class _Running:
             self.best, keep = facts["best"], facts["records"]
             self.saved_at = self.progress.step, self.progress.evaluated
         else:
-            self.ranks.of_first(lambda: _refuse_lost_checkpoints(self.folder))
+            self.ranks.of_first(lambda: changes.refuse_lost_checkpoints(self.folder))
             if self.run.fork is not None:
                 self.progress.step = build.fork(self.job, self.run.fork, self.folder)
         self.ranks.of_first(lambda: self._open(keep, anew=found is None))
@@ -250,7 +215,7 @@ class _Running:
             with new_folder(tokenizer) as made:
                 self.job.save_tokenizer(made)
         self.records = records.Writer(self.folder / "records.jsonl", keep)
-        if self.watch is not None:  # it has to know what it would, had the run never stopped
+        if self.watch is not None:  # it has to see every step
             for line in records.read(self.folder / "records.jsonl"):
                 if line["kind"] == "step":
                     self.watch.take(line["step"], self.job.plan.steps, line["loss"])
@@ -259,10 +224,11 @@ class _Running:
         about = {"time": time.time(), "step": self.progress.step, **records.environment()}
         self.timing.write("begin", about if self.ranks.size == 1 else {**about, "ranks": self.ranks.size})
         if anew:
-            control = control_in(self.run.optimizer)
+            control, alone = control_of(self.run), self.run.name.without_averages
             about = {
                 "config": as_mapping(self.run),
-                "methods": methods_of(self.run, self.job.trainee.views.keys()),
+                "name": str(self.run.name),
+                "methods": titles(alone.title, self.run.averages, self.job.trainee.views),
                 "returned": self.job.returned,
                 "control": None if control is None else asdict(control),
                 "environment": records.environment(),
@@ -327,7 +293,7 @@ class _Running:
             raise DivergedError(why)
 
     def _end(self, outcome: str, **facts: Any) -> None:
-        """The last line of a run that has nothing left to do."""
+        """Write the last line of a run that has nothing left to do."""
         about = {"time": time.time(), "step": self.progress.step, "outcome": outcome, **facts}
         self.timing.write("end", about)
 
@@ -398,32 +364,9 @@ class _Running:
             writer.close()
 
 
-class _Clock:
-    """How fast the steps since the last look were."""
-
-    def __init__(self, *, tokens: int, operations: float, peak: float | None) -> None:
-        self._tokens, self._operations, self._peak = tokens, operations, peak
-        self._seconds: list[float] = []
-
-    def add(self, seconds: float) -> None:
-        """One more step."""
-        self._seconds.append(seconds)
-
-    def speed(self) -> dict[str, float | None]:
-        """Tokens a second, and the share of the GPU's peak (MFU) where that is known."""
-        seconds, self._seconds = self._seconds, []
-        if not seconds:
-            return {"tokens_per_second": None, "mfu": None}
-        rate = self._tokens * len(seconds) / sum(seconds)
-        return {
-            "tokens_per_second": round(rate, 1),
-            "mfu": round(rate * self._operations / self._peak, 4) if self._peak else None,
-        }
-
-
 @contextmanager
 def interrupts() -> Iterator[Callable[[], int]]:
-    """Signals that ask a run to stop set a number, to be looked at; a second one ends the process at once.
+    """Yield a function that returns the signal that asked to stop, or 0; a second one ends the process.
 
     Those that come together are one: the command `timeout` sends its signal twice.
     """
@@ -443,26 +386,3 @@ def interrupts() -> Iterator[Callable[[], int]]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def restored(run_folder: Path, step: int | None = None) -> tuple[build.Job, dict[str, Any]]:
-    """A run built anew, with the weights and averages of a checkpoint: the newest, or that of a step."""
-    folder = checkpoint_of(run_folder, step)
-    saved = checkpoint.load(folder)
-    job = build.build(make(saved["facts"]["config"]), lambda text: None)
-    checkpoint.restore(job.trainee.model, job.trainee.optimizer, saved)
-    return job, saved["facts"]
-
-
-def checkpoint_of(run_folder: Path, step: int | None = None) -> Path:
-    """The folder of a checkpoint of a run, or that folder itself."""
-    if (run_folder / "manifest.json").exists():
-        if step is not None:
-            raise ConfigError(f"{run_folder} is one checkpoint; step goes with the folder of a run")
-        return run_folder
-    found = dict(checkpoint.all_of(run_folder / "checkpoints"))
-    if not found:
-        raise ConfigError(f"{run_folder} holds no checkpoint")
-    if step is not None and step not in found:
-        raise ConfigError(f"{run_folder} has no checkpoint of step {step}; there are: {sorted(found)}")
-    return found[max(found) if step is None else step]

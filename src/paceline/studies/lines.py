@@ -1,74 +1,263 @@
-"""A finished run as one line of JSON: all that figures need, and nothing of the machine's folders.
+"""A finished run as one line of JSON: what tables, figures and verdicts need, and no folder of a machine.
 
 .. code-block:: text
 
-    {"format": 1, "name": "gpt2_adamw_lr0.002_constant_4750_s42", "config": {…}, "environment": {…},
-     "parameters": 124439808, "data": {…fingerprints…}, "outcome": "finished", "seconds": 5123.4,
-     "evaluations": [[95, {"live": 5.1, "power_0_5": 5.0}], …], "train": [[48, 6.2], …],
+    {"format": 2, "name": "gpt2_adamw_lr0.002_constant_4750_s42", "config": {…}, "tags": {"batch": "a"},
+     "methods": {"AdamW": "live", "AdamW · long EMA": "long_ema"}, "returned": "long_ema", "control": null,
+     "environment": {…}, "data": {…fingerprints…}, "parameters": 124439808, "steps": 4750,
+     "outcome": "finished", "why": "", "ended": 4750, "seconds": 5123.4, "speed": 51200.0,
+     "memory": {"live": 995518464, "long_ema": 1493277696}, "batches": "f050556f", "start": 10.8,
+     "evaluations": [[95, {"live": 5.1, "long_ema": 5.0}], …], "train": [[48, 6.2], …],
      "pull": [[95, {"saturated": 0.02, …}], …]}
+
+This is the only reader of records of runs, in folders and in files.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
+from paceline.lm.files import write_atomically
 from paceline.runs import records
 from paceline.runs.config import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 _POINTS = 100
 """Of the training loss: each is the mean of as many steps."""
-_PULL = ("saturated", "gain/mean", "gap_rms")
+_PULL = ("saturated", "gain/mean", "gap_rms", "ratio/q10", "ratio/q50", "ratio/q90", "lr", "t")
+
+Losses = Mapping[str, float | None]
+"""Held-out loss by weights; None where it was not finite."""
 
 
-# --- Writing --------------------------------------------------------------------------------------------
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A run as its records tell it: finished, diverged, or unfinished so far.
+
+    One run may stand for several methods, one for each average that it keeps. `each` gives a row for each.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    methods: Mapping[str, str]
+    """All methods that the run stands for, and the weights that each returns."""
+    method: str
+    """The one that this row stands for."""
+    returned: str
+    """The weights that it returns."""
+    tags: Mapping[str, Any] = field(default_factory=dict)
+    """What a study calls it: method, setting, schedule, lr, seed, batch."""
+    control: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    steps: int = 0
+    """How many were planned."""
+    outcome: Literal["finished", "diverged", "unfinished"]
+    why: str = ""
+    """Of a run that diverged."""
+    ended: int | None = None
+    """The last step of a run that has ended."""
+    seconds: float = 0.0
+    """At work, over all sessions."""
+    speed: float | None = None
+    """Tokens a second, the median over the run."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the optimizer, with these weights and without the others kept next to it."""
+    batches: str | None = None
+    """Digest of all batches that it was trained on."""
+    start: float | None = None
+    """Training loss of the first step."""
+    evaluations: tuple[tuple[int, Losses], ...] = ()
+    train: tuple[tuple[int, float | None], ...] = ()
+    pull: tuple[tuple[int, Mapping[str, float | None]], ...] = ()
+    """Readings of what the control did."""
+
+    # --- Reading ---
+
+    @classmethod
+    def of_folder(cls, folder: Path, tags: Mapping[str, Any] | None = None) -> "Finished | None":
+        """Return the run in a folder, as far as it is; None if it has not written anything."""
+        place = folder / "records.jsonl"
+        lines = list(records.read(place)) if place.exists() else []
+        if not lines:
+            return None
+        timing = folder / "timing.jsonl"
+        return _of_records(folder.name, lines, list(records.read(timing)) if timing.exists() else [], tags)
+
+    @classmethod
+    def of_line(cls, line: Any, where: str = "line") -> "Finished":
+        """Return the run that a line holds; raise ConfigError, naming the place, if it holds none."""
+        if not isinstance(line, dict) or line.get("format") not in (1, FORMAT):
+            raise ConfigError(f"{where} is no record of a run, or one of another version of paceline")
+        try:
+            line = _of_format_1(line) if line["format"] == 1 else dict(line)
+            del line["format"]
+            for name in ("evaluations", "train", "pull"):
+                line[name] = tuple((step, value) for step, value in line[name])
+            return cls(**line, method=_method_of(line["methods"], line["returned"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where} is no record of a run: {error!r}") from None
+
+    @staticmethod
+    def read(paths: Iterable[Path]) -> dict[str, "Finished"]:
+        """Return the runs in files of lines, and those that ended in folders; of two of a name the later."""
+        found: dict[str, Finished] = {}
+        for path in paths:
+            if not path.exists():
+                raise ConfigError(f"there is no file or folder {path}")
+            if path.is_dir():
+                runs = [run for run in map(Finished.of_folder, find_runs([path])) if run and run.is_ended]
+            else:
+                lines = enumerate(records.read(path), 1)
+                runs = [Finished.of_line(line, f"{path}, line {number}") for number, line in lines]
+            found |= {run.name: run for run in runs}
+        return found
+
+    # --- Asking ---
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, as the study counts it."""
+        return float(self["lr"])
+
+    @property
+    def seed(self) -> int:
+        return int(self["seed"])
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it has nothing left to do: it came to its end, or diverged."""
+        return self.outcome != "unfinished"
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its loss stopped being a number."""
+        return self.outcome == "diverged"
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether it moves live weights by their gap to an average: it is a run of PACE."""
+        return self.control is not None and self.control["strength"] != 0
+
+    @property
+    def loss(self) -> float | None:
+        """The final loss of the returned weights; None if it diverged, or has not come to its end."""
+        last = self.evaluations[-1][1] if self.outcome == "finished" and self.evaluations else {}
+        return last.get(self.returned)
+
+    def __getitem__(self, tag: str) -> Any:
+        """Return a tag; without one of that name the row's own field, or the setting of the run."""
+        if tag == "method":
+            return self.method
+        if tag in self.tags:
+            return self.tags[tag]
+        return self.config[tag] if tag in self.config else getattr(self, tag)
+
+    def curve(self, weights: str | None = None) -> list[tuple[int, float]]:
+        """Return the held-out loss of these weights, or of the returned ones, at each evaluation."""
+        found = ((step, losses.get(weights or self.returned)) for step, losses in self.evaluations)
+        return [(step, loss) for step, loss in found if loss is not None]
+
+    def each(self) -> "Iterator[Finished]":
+        """Yield a row for each method that the run stands for."""
+        for method, weights in self.methods.items():
+            yield replace(self, method=method, returned=weights)
+
+    # --- Writing ---
+
+    def as_line(self) -> dict[str, Any]:
+        """Return the line of a run that has ended, as plain values."""
+        if not self.is_ended:
+            raise ConfigError(f"{self.name} has not come to its end")
+        line = {"format": FORMAT, **asdict(self)}
+        del line["method"]
+        return line
 
 
-def is_ended(folder: Path) -> bool:
-    """Whether a folder holds a run that has nothing left to do: it came to its end, or diverged."""
-    timing = folder / "timing.jsonl"
-    if not timing.exists() or not (folder / "records.jsonl").exists():
-        return False
-    lines = list(records.read(timing))
-    return bool(lines) and lines[-1]["kind"] == "end"
+def write(runs: Iterable[Finished], path: Path) -> int:
+    """Write the lines of runs to a file; return how many."""
+    texts = [json.dumps(run.as_line(), ensure_ascii=False, allow_nan=False) + "\n" for run in runs]
+    write_atomically(path, "".join(texts).encode())
+    return len(texts)
 
 
-def line_of(folder: Path) -> dict[str, Any]:
-    """The line of a run that has ended, by the records in its folder."""
-    if not is_ended(folder):
-        raise ConfigError(f"{folder} holds no run that has ended")
-    lines = list(records.read(folder / "records.jsonl"))
-    timing = list(records.read(folder / "timing.jsonl"))
-    about = lines[0]
-    steps = [(line["step"], line["loss"]) for line in lines if line["kind"] == "step" and not line["skipped"]]
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders of runs among these, and those in them, in their `runs` and in their `cells`."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a folder")
+        kinds = ("records.jsonl", "*/records.jsonl", "runs/*/records.jsonl", "cells/*/records.jsonl")
+        places = [place.parent for kind in kinds for place in sorted(path.glob(kind))]
+        found += places
+        if not places:
+            raise ConfigError(f"{path} holds no run: there is no records.jsonl in it or below")
+    return list(dict.fromkeys(found))
+
+
+# --- From records -----------------------------------------------------------------------------------------
+
+
+def _of_records(
+    name: str, lines: list[dict[str, Any]], times: list[dict[str, Any]], tags: Mapping[str, Any] | None
+) -> Finished:
+    about, of_kind = lines[0], {kind: [r for r in lines if r["kind"] == kind] for kind in _KINDS}
+    steps = [(step["step"], _rounded(step["loss"])) for step in of_kind["step"] if not step.get("skipped")]
     size = max(1, about["steps"] // _POINTS)
-    return {
-        "format": FORMAT,
-        "name": folder.name,
-        "config": {name: _without_folders(name, value) for name, value in about["config"].items()},
-        "environment": about["environment"],
-        "parameters": about["parameters"],
-        "data": {name: value for name, value in about["data"].items() if "fingerprint" in name},
-        "outcome": timing[-1]["outcome"],
-        "seconds": round(_seconds(timing), 1),
-        "evaluations": [
-            [line["step"], {view: _rounded(loss) for view, loss in line["losses"]["held-out"].items()}]
-            for line in lines
-            if line["kind"] == "evaluation"
-        ],
-        "train": [_mean(steps[i : i + size]) for i in range(0, len(steps), size)],
-        "pull": [
-            [line["step"], {name: _rounded(line[name]) for name in _PULL}]
-            for line in lines
-            if line["kind"] == "telemetry"
-        ],
-    }
+    end = times[-1] if times and times[-1]["kind"] == "end" else {}
+    speeds = [line["tokens_per_second"] for line in times if line.get("tokens_per_second")]
+    own, beside = end.get("optimizer_bytes"), end.get("average_bytes", {})
+    return Finished(
+        name=name,
+        config={key: _without_folders(key, value) for key, value in about["config"].items()},
+        methods=about["methods"],
+        method=_method_of(about["methods"], about["returned"]),
+        returned=about["returned"],
+        tags=dict(tags or {}),
+        control=about["control"],
+        environment=about["environment"],
+        data=about["data"],
+        parameters=about["parameters"],
+        steps=about["steps"],
+        outcome=end.get("outcome", "unfinished"),
+        why=end.get("text", ""),
+        ended=end.get("step"),
+        seconds=round(_seconds(times), 1),
+        speed=statistics.median(speeds) if speeds else None,
+        memory={w: own + beside.get(w, 0) for w in about["methods"].values()} if own is not None else {},
+        batches=of_kind["evaluation"][-1].get("batches") if of_kind["evaluation"] else None,
+        start=_rounded(of_kind["step"][0]["loss"]) if of_kind["step"] else None,
+        evaluations=tuple(
+            (
+                line["step"],
+                {view: _rounded(loss) for view, loss in next(iter(line["losses"].values())).items()},
+            )
+            for line in of_kind["evaluation"]
+        ),
+        train=tuple(_mean(steps[i : i + size]) for i in range(0, len(steps), size)),
+        pull=tuple(
+            (line["step"], {key: _rounded(line[key]) for key in _PULL if key in line})
+            for line in of_kind["telemetry"]
+        ),
+    )
+
+
+_KINDS = ("step", "evaluation", "telemetry")
+
+
+def _method_of(methods: Mapping[str, str], returned: str) -> str:
+    """Return the method of a run that returns these weights."""
+    return next(name for name, weights in methods.items() if weights == returned)
 
 
 def _without_folders(name: str, value: Any) -> Any:
-    """Where things were is nobody's business, and not the same elsewhere. Names of the hub stay whole."""
+    """Return a setting without the folders of a machine. Names of the hub stay whole."""
     if name in ("data", "held_out"):
         return [item if item.startswith("hf:") else Path(item).name for item in value]
     local = name in ("fork", "chat_template") or (
@@ -77,87 +266,47 @@ def _without_folders(name: str, value: Any) -> Any:
     return Path(value).name if local and value is not None else value
 
 
-def _seconds(timing: list[dict[str, Any]]) -> float:
-    """At work, over all of its beginnings: not while it was stopped."""
+def _seconds(times: list[dict[str, Any]]) -> float:
+    """Return the time of all sessions, from the beginning of each to the last that is known of it."""
     total, began = 0.0, None
-    for line, after in zip(timing, [*timing[1:], None], strict=True):
+    for line, after in zip(times, [*times[1:], None], strict=False):
         began = line["time"] if line["kind"] == "begin" else began
-        if after is None or after["kind"] == "begin":
-            total += line["time"] - (began if began is not None else line["time"])
+        if began is not None and (after is None or after["kind"] == "begin"):
+            total += line["time"] - began
     return total
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.7g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")
 
 
-def _mean(part: list[tuple[int, float | None]]) -> list[Any]:
+def _mean(part: list[tuple[int, float | None]]) -> tuple[int, float | None]:
     known = [loss for _, loss in part if loss is not None]
-    return [part[-1][0], _rounded(sum(known) / len(known)) if known else None]
+    return part[-1][0], _rounded(sum(known) / len(known)) if known else None
 
 
-def lines_in(root: Path) -> Iterator[dict[str, Any]]:
-    """Those of all ended runs in a folder of runs, or in that of a sweep, by name."""
-    root = root / "cells" if (root / "cells").is_dir() else root
-    for folder in sorted(root.iterdir()):
-        if folder.is_dir() and is_ended(folder):
-            yield line_of(folder)
+def _of_format_1(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of format 1 with what it lacks.
 
-
-def write(lines: Iterable[dict[str, Any]], path: Path) -> int:
-    """Write lines to a file; how many."""
-    texts = [json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines]
-    path.write_text("".join(texts), encoding="utf-8")
-    return len(texts)
-
-
-# --- Reading --------------------------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """What a line says."""
-
-    name: str
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    parameters: int
-    outcome: str
-    seconds: float
-    evaluations: tuple[tuple[int, dict[str, float | None]], ...]
-    train: tuple[tuple[int, float | None], ...]
-    pull: tuple[tuple[int, dict[str, float | None]], ...]
-
-    @property
-    def diverged(self) -> bool:
-        """Whether its loss stopped being a number."""
-        return self.outcome == "diverged"
-
-    def curve(self, view: str) -> list[tuple[int, float]]:
-        """Held-out loss of these weights after each step that was evaluated."""
-        found = ((step, losses.get(view)) for step, losses in self.evaluations)
-        return [(step, loss) for step, loss in found if loss is not None]
-
-
-def read(paths: Iterable[Path]) -> dict[str, Result]:
-    """The results in files of lines, and of runs in folders, by name. Of two of one name, the later one."""
-    found: dict[str, Result] = {}
-    for path in paths:
-        if not path.exists():
-            raise ConfigError(f"there is no file or folder {path}")
-        for number, line in enumerate(lines_in(path) if path.is_dir() else records.read(path), 1):
-            result = _result(line, f"{path}, line {number}")
-            found[result.name] = result
-    return found
-
-
-def _result(line: dict[str, Any], where: str) -> Result:
-    if not isinstance(line, dict) or line.get("format") != FORMAT:
-        raise ConfigError(f"{where} is no record of a run of the paper (`paceline paper --keep` writes them)")
-    try:
-        plain = ("name", "config", "environment", "parameters", "outcome", "seconds")
-        series: dict[str, Any] = {n: tuple(map(tuple, line[n])) for n in ("evaluations", "train", "pull")}
-        return Result(**{name: line[name] for name in plain}, **series)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{where} is no record of a run of the paper: {error!r}") from None
+    Paceline 0.1.0 wrote it until 19 November 2026, without names of methods and returned weights. A method is
+    then called as the study wrote it into the line, or else as the config has its optimizer and schedule.
+    """
+    config, views = line["config"], list(line["evaluations"][-1][1]) if line["evaluations"] else ["live"]
+    returned = "average" if "average" in views else views[min(1, len(views) - 1)]
+    if "method" in line:
+        methods = {line["method"]: returned}
+    else:
+        name = f"{config['optimizer']} {config['schedule']}".removesuffix(" constant")
+        main = "average" if "average" in views else "live"
+        methods = {name: main} | {f"{name} · {view}": view for view in views if view not in ("live", main)}
+    plain = ("name", "config", "environment", "data", "parameters", "outcome", "seconds", "evaluations")
+    return {
+        "format": 1,
+        **{name: line[name] for name in (*plain, "train", "pull")},
+        "tags": {name: line[name] for name in ("batch", "setting", "lr", "date") if name in line},
+        "methods": methods,
+        "returned": returned,
+        "steps": config["steps"],
+        "ended": line["train"][-1][0] if line["train"] else None,
+        "start": line["train"][0][1] if line["train"] else None,
+    }

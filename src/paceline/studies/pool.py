@@ -1,59 +1,27 @@
-"""Runs in processes of their own, several at once. They end with the one that started them.
+"""Functions called in processes of their own, several in parallel. They end with the one that started them.
 
 .. code-block:: text
 
-    parent ── run, folder ──→ child: execute(run, folder)
-           ←── events ───────        ends at once if the parent is gone, and saves first if it is asked to
+    parent ── target, order ──→ child: target(order, send)
+           ←── messages ───────        ends if the parent is gone, and saves first if it is asked to
 """
 
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_all_start_methods, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Literal
 
 from paceline.lm.evaluate import NotFiniteError
-from paceline.lm.files import BusyError
-from paceline.lm.loop import Step
 from paceline.lm.memory import explain_memory
-from paceline.runs.config import ConfigError, Run
-from paceline.runs.run import (
-    DivergedError,
-    Event,
-    Interrupted,
-    Notice,
-    Watch,
-    execute,
-    interrupts,
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """One run of many, and where it is."""
-
-    run: Run
-    folder: Path
-    watch: Watch | None = None
-    """As in `execute`, as it is before the first step."""
-    may_go_on: Callable[[], bool] | None = None
-    """Asked now and then; False: the folder is somebody else's, and nothing more is written to it."""
-
-    @property
-    def after(self) -> tuple[Path, int] | None:
-        """The folder of the run beside it that it goes on from, and after which step; None: there is none."""
-        if self.run.after is None:
-            return None
-        name, step = self.run.after
-        return (self.folder.with_name(name), step) if Path(name).name == name else None
+from paceline.runs.config import ConfigError
+from paceline.runs.run import DivergedError, Interrupted, interrupts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,41 +34,35 @@ class Ended:
 
 
 Target = Callable[[Any, Callable[[object], None]], Any]
-Told = tuple[Cell, Event | Ended] | None
-
-
-def run_all(
-    cells: Iterable[Cell | None], jobs: int, threads: int, gpus: Sequence[str] = ()
-) -> Iterator[Told]:
-    """Do runs, so many at once, and yield what happens to which; None now and then when nothing does.
-
-    A signal stops all of them; they are saved, and Interrupted is raised.
-    """
-    return do_all(_train, cells, jobs, threads, gpus)
 
 
 def do_all(
     target: Target, orders: Iterable[Any], jobs: int, threads: int, gpus: Sequence[str] = ()
 ) -> Iterator[tuple[Any, Any] | None]:
-    """Call `target` with each order, in processes; what they send, with the order.
+    """Call `target` with each order; yield each order with what is sent for it, at last an `Ended`.
 
-    Orders are taken when there is room; one that is None says that there is none now, but may be later. Each
-    process sees one of the `gpus`, as CUDA_VISIBLE_DEVICES names them, by turns; without any, what this one
-    sees.
+    A signal stops all of them: they save, and Interrupted is raised. None is yielded while nothing happens.
+
+    Arguments:
+        target: a function that the processes can import.
+        orders: taken when there is room; one that is None says that there is none now, but may be later.
+        jobs: how many processes there are in parallel.
+        threads: those of each process.
+        gpus: names as in CUDA_VISIBLE_DEVICES; each process sees one of them. Empty: what this process sees.
     """
-    # A server that has imported everything forks in no time; where there is none, each child imports anew.
+    # A server that has imported everything forks in no time; where there is none, each child imports it.
     context: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
     if context.get_start_method() == "forkserver":
         # The second is imported by the first optimizer of every process, and takes seconds.
         context.set_forkserver_preload([__name__, "torch._dynamo"])
     waiting, more = iter(orders), True
     at_work = dict[Connection, tuple[Any, BaseProcess, int]]()
-    told_to_stop = False
+    signalled = False
     try:
         with interrupts() as asked:
             while at_work or (more and not asked()):
-                if asked() and not told_to_stop:
-                    told_to_stop = True
+                if asked() and not signalled:
+                    signalled = True
                     for _, process, _ in at_work.values():
                         _signal(process, signal.SIGTERM)
                 while more and len(at_work) < jobs and not asked():
@@ -148,7 +110,9 @@ def _receive(ours: Connection, process: BaseProcess) -> object:
         code = process.exitcode or 0
         why = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         hint = (
-            ": memory may be full; fewer runs at once (--jobs) need less" if code == -signal.SIGKILL else ""
+            ": memory may be full; fewer runs in parallel (--jobs) need less"
+            if code == -signal.SIGKILL
+            else ""
         )
         return Ended(how="failed", text=f"its process ended {why}{hint}")
 
@@ -203,27 +167,3 @@ def _end_with_parent(theirs: Connection) -> None:
     with suppress(OSError):
         theirs.poll(None)
     os._exit(1)
-
-
-def _train(cell: Cell, send: Callable[[object], None]) -> None:
-    for _ in range(100):  # the process of a parent that was killed may need a moment to end
-        try:
-            _send_events(cell, send)
-            return
-        except BusyError as error:
-            busy = error
-            time.sleep(0.2)
-    raise busy
-
-
-def _send_events(cell: Cell, send: Callable[[object], None]) -> None:
-    spoke = asked = 0.0
-    for event in execute(cell.run, cell.folder, lambda text: send(Notice(text=text)), cell.watch):
-        now = time.monotonic()
-        if cell.may_go_on is not None and now - asked > 1:
-            asked = now
-            if not cell.may_go_on():
-                os._exit(1)  # without writing what is not written yet
-        if not isinstance(event, Step) or now - spoke > 0.25:
-            spoke = now
-            send(event)

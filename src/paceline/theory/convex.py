@@ -1,87 +1,69 @@
 """The update on other convex losses, and on real data."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from paceline.control import bounds, discrete
-from paceline.theory.picture import Picture, labels, line, number_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from paceline.theory.picture import DOTS, Picture, panel, row
 
 
-def convex(rate: float = 0.1, pull: float = 0.3, paths: int = 200, seed: int = 0) -> Picture:
-    """The bound, and how far below it runs stay."""
-    rng = np.random.default_rng(seed)
+def convex() -> Picture:
+    """Show the bound, and how far below it runs stay."""
+    rate, pull, rng = 0.1, 0.3, np.random.default_rng(0)
     loss = discrete.PiecewiseLinear(slopes=rng.standard_normal((40, 8)), offsets=rng.standard_normal(40))
     start = loss.optimum + 3.0
     distance, least = start - loss.optimum, float(loss.value(loss.optimum))
-    counts = (30, 100, 300, 1000, 3000)
-    rows: list[tuple[str, ...]] = [("steps", "measured", "tight bound", "loose bound", "measured/tight")]
-    measured, tight, loose = [], [], []
+    counts, found = (30, 100, 300, 1000, 3000), []
     for steps in counts:
         tuned = bounds.convex_bound_tuned(steps, np.full(8, pull), rate, loss.lipschitz, loss.sigma, distance)
         lr = tuned.lr / float(np.sqrt(steps))
-        ended = discrete.train(loss, start, lr=lr, pull=pull, rate=rate, steps=steps, paths=paths, seed=seed)
-        measured.append(float(np.mean(loss.value(ended.flat))) - least)
-        tight.append(tuned.tight)
-        loose.append(tuned.loose)
-        values = (measured[-1], tight[-1], loose[-1], measured[-1] / tight[-1])
-        rows.append((f"{steps}", *map(number_text, values)))
-
-    def panel(axes: "Axes") -> None:
-        line(axes, counts, measured, 3, "measured, flat mean", marker="o", markersize=4)
-        line(axes, counts, tight, 4, "tight bound")
-        line(axes, counts, loose, 5, "loose bound, √(2 − β)/β")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        labels(axes, f"mean |a·θ − b|, β = {rate:g}, c = {pull:g}", "steps T", "loss over the least")
-
-    title = "Guaranteed for every convex loss, and measured on one"
-    return Picture(name="bounds", title=title, rows=tuple(rows), panels=(panel,))
+        ended = discrete.train(loss, start, lr=lr, pull=pull, rate=rate, steps=steps, paths=200)
+        found.append((float(np.mean(loss.value(ended.flat))) - least, tuned.tight, tuned.loose))
+    rows = [row(f"{steps}", *each, each[0] / each[1]) for steps, each in zip(counts, found, strict=True)]
+    names = ("measured, flat mean", "tight bound", "loose bound, √(2 − β)/β")
+    looks: list[tuple[int, dict[str, Any]]] = [(3, DOTS), (4, {}), (5, {})]
+    curves = [(i, n, counts, y, s) for (i, s), n, y in zip(looks, names, zip(*found), strict=True)]
+    title = f"mean |a·θ − b|, β = {rate:g}, c = {pull:g}"
+    return Picture(
+        "bounds",
+        "Guaranteed for every convex loss, and measured on one",
+        ("steps", "measured", "tight bound", "loose bound", "measured/tight"),
+        rows,
+        panel(title, "steps T", "loss over the least", *curves, log="xy"),
+    )
 
 
-def logistic(steps: int = 1000, rate: float = 0.02, paths: int = 40, seed: int = 0) -> Picture:
-    """Real data: logistic regression on a dataset of scikit-learn, over the learning rate."""
-    loss = breast_cancer()
-    best = float(loss.value(loss.optimum))
-    lrs = np.geomspace(0.08, 4.0, 13)
-    start = np.zeros(loss.features.shape[1])
-    curves: dict[str, list[float]] = {
-        "live": [],
-        "flat mean": [],
-        "EMA": [],
-        "PACE, R = 1": [],
-        "PACE, R = 4": [],
-    }
+def logistic() -> Picture:
+    """Show real data: logistic regression on a dataset of scikit-learn, over the learning rate."""
+    loss, rate, steps = breast_cancer(), 0.02, 1000
+    best, start = float(loss.value(loss.optimum)), np.zeros(loss.features.shape[1])
+    lrs, found = np.geomspace(0.08, 4.0, 13), []
     for lr in lrs:
-        plain = discrete.train(loss, start, lr=lr, pull=0.0, rate=rate, steps=steps, paths=paths, seed=seed)
-        for name, weights in (("live", plain.live), ("flat mean", plain.flat), ("EMA", plain.average)):
-            curves[name].append(float(np.mean(loss.value(weights))) - best)
-        for name, strength in (("PACE, R = 1", 1.0), ("PACE, R = 4", 4.0)):
-            ended = discrete.train(
-                loss, start, lr=lr, pull=rate * strength, rate=rate, steps=steps, paths=paths, seed=seed
-            )
-            curves[name].append(float(np.mean(loss.value(ended.average))) - best)
-
-    def panel(axes: "Axes") -> None:
-        for i, (name, values) in enumerate(curves.items()):
-            line(axes, lrs, values, i, name, marker="o", markersize=3.5)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        labels(axes, f"After {steps:,} steps of 8 samples", "learning rate η", "loss over the least")
-
-    rows: list[tuple[str, ...]] = [("lr", *curves)]
-    for i, lr in enumerate(lrs):
-        rows.append((number_text(float(lr)), *(number_text(values[i]) for values in curves.values())))
-    rows.append(("least", *(number_text(min(values)) for values in curves.values())))
-    title = "Logistic regression, breast cancer data of scikit-learn"
-    return Picture(name="logistic", title=title, rows=tuple(rows), panels=(panel,))
+        plain, *pulled = (
+            discrete.train(loss, start, lr=lr, pull=rate * r, rate=rate, steps=steps, paths=40)
+            for r in (0.0, 1.0, 4.0)
+        )
+        shown = plain.live, plain.flat, *(ended.average for ended in (plain, *pulled))
+        found.append([float(np.mean(loss.value(weights))) - best for weights in shown])
+    names, methods = (
+        ("live", "flat mean", "EMA", "PACE, R = 1", "PACE, R = 4"),
+        list(zip(*found, strict=True)),
+    )
+    rows = [row(f"{lr:.4g}", *losses) for lr, losses in zip(lrs, found, strict=True)]
+    curves = [(i, name, lrs, y, DOTS) for i, (name, y) in enumerate(zip(names, methods, strict=True))]
+    title, x = f"After {steps:,} steps of 8 samples", "learning rate η"
+    return Picture(
+        "logistic",
+        "Logistic regression, breast cancer data of scikit-learn",
+        ("lr", *names),
+        [*rows, row("least", *map(min, methods))],
+        panel(title, x, "loss over the least", *curves, log="xy"),
+    )
 
 
 def breast_cancer() -> discrete.Logistic:
-    """569 samples of 30 features, scaled to mean 0 and variance 1."""
+    """Return the loss on 569 samples of 30 features, scaled to mean 0 and variance 1."""
     try:
         from sklearn.datasets import load_breast_cancer
     except ImportError:

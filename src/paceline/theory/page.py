@@ -1,11 +1,14 @@
 """One page from the control problem to PACE: text, pictures, and what is wrong in print."""
 
 import base64
-import html
-from collections.abc import Mapping
+from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.runs.terminal import say
+from paceline.studies.text import Listing
+from paceline.theory import controllers, convex, quadratics
 from paceline.theory.errata import ERRATA
 from paceline.theory.picture import Picture
 
@@ -15,9 +18,8 @@ class Chapter(NamedTuple):
 
     title: str
     text: str
-    pictures: tuple[str, ...]
-    errata: str
-    """Numbers of those that belong here."""
+    pictures: tuple[Callable[[], Picture], ...]
+    errata: str  # numbers of those that belong here
 
 
 CHAPTERS = (
@@ -30,7 +32,7 @@ CHAPTERS = (
         (certainty equivalence). The practical form, which takes the mean of the weights for it, makes
         the error larger, not smaller, in the very model that it is derived from: the flat mean is
         already close to the best estimate that the path allows.""",
-        ("controllers",),
+        (controllers.controllers,),
         "E1 E2 E3 E11 E12",
     ),
     Chapter(
@@ -38,7 +40,7 @@ CHAPTERS = (
         """The exact gain k_x = h²/(λT² + g), with h = ∫ e^(−αs) ds and g = ∫ h² ds over the time to go τ =
         T − t, grows until shortly before the end if control is cheap. Far from the end and for αT ≫ 3/2
         it is 1/(T(1 + λα²T)), a constant: that is the practical gain.""",
-        ("gains", "practical"),
+        (controllers.gains_over_time, controllers.practical_range),
         "E5 E6 E7 E7b E8 E9 E10 E24 E25",
     ),
     Chapter(
@@ -48,7 +50,7 @@ CHAPTERS = (
         βη²σ²N/(a(2 − N)(2N − aβ)) with N = 1 + (1 − β)(1 − a − c). The pull lowers it, for every c up
         to the best one, which is 1 or more whenever a ≤ 3/4. The other readings of Algorithm 1 differ
         little, but for “post”, which freezes at c = 1.""",
-        ("limits",),
+        (quadratics.limiting_errors,),
         "E4 E17 E18 E19 E21",
     ),
     Chapter(
@@ -60,7 +62,7 @@ CHAPTERS = (
         strength that makes of η the best one. The balance of the next gradient and the gap, which says
         whether the next loss would fall with a stronger pull, changes its sign near η* on this
         quadratic. In the networks of our study it did not: it was positive at every rate.""",
-        ("equal-speed", "basin", "right-ratio"),
+        (quadratics.equal_speed, quadratics.basin, quadratics.right_ratios),
         "",
     ),
     Chapter(
@@ -68,7 +70,7 @@ CHAPTERS = (
         """For every convex loss the flat mean of the live weights is guaranteed to get within a factor of
         SGD's bound. On real data, where curvature changes along the way, a pull moves the basin too,
         and makes it a little shallower.""",
-        ("bounds", "logistic"),
+        (convex.convex, convex.logistic),
         "E13 E14 E15 E16 E26 E27",
     ),
     Chapter(
@@ -87,11 +89,9 @@ _STYLE = """
 body{font:16px/1.55 system-ui,sans-serif;color:#1c1e21;background:#fdfdfb;max-width:62rem;
 margin:2rem auto;padding:0 1.2rem}h1{font-size:1.7rem}h2{font-size:1.2rem;margin-top:2.4rem}
 img{max-width:100%;height:auto}.many img{max-width:none;width:max(100%,60rem)}
-figure{margin:1.2rem 0}figcaption{color:#5c6067;font-size:.9rem}
-table{border-collapse:collapse;font-size:.87rem}
+figure{margin:1.2rem 0}figcaption{color:#5c6067;font-size:.9rem}.wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:.87rem}.n{text-align:right;font-variant-numeric:tabular-nums}
 td,th{padding:.22rem .9rem .22rem 0;text-align:left;vertical-align:top;border-bottom:1px solid #ebebe7}
-.n td,.n th{text-align:right;font-variant-numeric:tabular-nums}
-.n td:first-child,.n th:first-child{text-align:left}.wide{overflow-x:auto}
 .errata td{overflow-wrap:anywhere}
 @media(max-width:600px){.errata tr,.errata td{display:block;border:0;padding:0}.errata th{display:none}
 .errata tr{border-bottom:1px solid #ebebe7;padding:.4rem 0}
@@ -102,43 +102,46 @@ td,th{border-color:#33363b}img{background:white}}
 """
 
 
-def page(pictures: Mapping[str, Picture], folder: Path) -> str:
-    """The page, with the PNG files of that folder inside it; pictures that are missing are left out."""
-    parts = []
+def write_page(folder: Path, write: Callable[[Picture, Path], Path]) -> None:
+    """Make all pictures, and one page of them; those that need a package that is missing are left out."""
+    parts, number = [], 0
     for chapter in CHAPTERS:
-        text = html.escape(" ".join(chapter.text.split()))
-        parts.append(f"<h2>{html.escape(chapter.title)}</h2><p>{text}</p>")
-        parts += [_figure(pictures[name], folder) for name in chapter.pictures if name in pictures]
+        parts.append(f"<h2>{escape(chapter.title)}</h2><p>{escape(' '.join(chapter.text.split()))}</p>")
+        for make in chapter.pictures:
+            number += 1
+            say(
+                f"{number} of {sum(len(one.pictures) for one in CHAPTERS)}: {make.__name__.replace('_', ' ')}"
+            )
+            try:
+                picture = make()
+            except ImportError as missing:  # scikit-learn, for real data
+                say(f"  left out: {missing}")
+                continue
+            parts.append(figure(picture, write(picture, folder)))
         parts.append(_errata(chapter.errata.split()))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-    return (
+    text = (
         f'<!doctype html><html lang="en"><head>{head}<title>From control to PACE</title>'
         f"<style>{_STYLE}</style>"
         f"</head><body><h1>From a control problem to PACE</h1>{''.join(parts)}</body></html>\n"
     )
+    place = folder / "index.html"
+    place.write_text(text, encoding="utf-8")
+    say(f"page: {place}")
 
 
 def _errata(numbers: list[str]) -> str:
-    """What is printed otherwise in the paper; all numbers on the page are of the right forms."""
-    found = [erratum for erratum in ERRATA if erratum.number in numbers]
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in erratum) + "</tr>" for erratum in found
-    )
-    head = "<tr><th></th><th>where</th><th>printed</th><th>right</th></tr>"
-    return f"<table class=errata>{head}{rows}</table>" if found else ""
+    """Return the table of what is printed differently in the paper; the page has the right forms."""
+    found = tuple(erratum for erratum in ERRATA if erratum.number in numbers)
+    listed = Listing(columns=("", "where", "printed", "right"), rows=found, numeric=(False,) * 4)
+    return f"<div class=errata>{listed.html()}</div>" if found else ""
 
 
-def _figure(picture: Picture, folder: Path) -> str:
-    data = base64.b64encode((folder / f"{picture.name}.png").read_bytes()).decode()
-    head, *rows = picture.rows
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    title = html.escape(picture.title)
+def figure(picture: Picture, image: Path) -> str:
+    """Return a picture, its image inside, and its numbers as HTML."""
+    data, title = base64.b64encode(image.read_bytes()).decode(), escape(picture.title)
     many = "wide many" if len(picture.panels) > 1 else "wide"
     return (
         f'<figure><div class="{many}"><img alt="{title}" src="data:image/png;base64,{data}"></div>'
-        f"<figcaption>{title}</figcaption>"
-        f"<div class=wide><table class=n><tr>{cells}</tr>{body}</table></div></figure>"
+        f"<figcaption>{title}</figcaption><div class=wide>{picture.table.html()}</div></figure>"
     )

@@ -1,68 +1,72 @@
-"""A picture with the numbers that it shows: how one is drawn and printed."""
+"""A picture with the numbers that it shows."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
-from paceline.studies.report.palette import style
+from paceline.studies.looks import SOFT, curve, frame, look
+from paceline.studies.plots import Sheet, draw
+from paceline.studies.text import Listing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, SOFT, _GRID = "#1c1e21", "#5c6067", "#ebebe7"
+Panel = Callable[["Axes"], None]
+Curve = tuple[Any, ...]
+"""Number of the look, label, x and y, and settings for matplotlib if there are any."""
+
+SOLID: dict[str, Any] = {"linestyle": "-"}
+DOTS: dict[str, Any] = {"marker": "o", "markersize": 4}
+DOTTED: dict[str, Any] = {"color": SOFT, "linewidth": 1, "linestyle": ":"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@final
 class Picture:
-    """A picture before it is drawn."""
+    """A picture before it is drawn: the columns and rows of its numbers, and its panels."""
 
-    name: str
-    title: str
-    rows: tuple[tuple[str, ...], ...]
-    """The numbers, as text; the first row says what they are."""
-    panels: tuple[Callable[["Axes"], None], ...]
+    def __init__(
+        self, name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], *panels: Panel
+    ) -> None:
+        self.name, self.title, self.panels = name, title, panels
+        self.table = Listing(columns=tuple(columns), rows=tuple(rows))
 
-    def draw(self, path: Path) -> None:
-        """Into a PNG file."""
-        from matplotlib.figure import Figure
-
-        width = 5.4 * len(self.panels) if len(self.panels) > 1 else 8.2
-        figure = Figure(figsize=(width, 4.4), dpi=140, layout="constrained", facecolor="white")
-        for i, panel in enumerate(self.panels, 1):
-            axes = figure.add_subplot(1, len(self.panels), i)
-            axes.grid(color=_GRID)
-            axes.set_axisbelow(True)
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
-            axes.tick_params(colors=SOFT, labelsize=8.5)
-            panel(axes)
-            axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK)
-        figure.savefig(path)
-
-    def text(self) -> list[str]:
-        """The numbers as lines of a table."""
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        return [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in self.rows
-        ]
+    def draw(self, folder: Path) -> Path:
+        """Write a PNG file into a folder, and return its path."""
+        return draw(Sheet(title=self.title, rows=(self.panels,)), folder / self.name, (".png",))[0]
 
 
-def labels(axes: "Axes", title: str, x: str, y: str) -> None:
-    """Of a panel and its axes."""
-    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=_INK)
-    axes.set_xlabel(x, fontsize=9, color=_INK)
-    axes.set_ylabel(y, fontsize=9, color=_INK)
+def row(name: str, *values: Any) -> tuple[str, ...]:
+    """Return a row of a table: numbers get four digits."""
+    return name, *(value if isinstance(value, str) else f"{float(value):.4g}" for value in values)
 
 
-def line(axes: "Axes", x: Any, y: Any, i: int, label: str, *, solid: bool = False, **more: Any) -> None:
-    """A line in the colour and dashes of method i."""
-    look = style(i)
-    dashes: dict[str, Any] = {"dashes": look.dashes} if look.dashes and not solid else {}
-    dashes = {} if "linestyle" in more else dashes
-    axes.plot(x, y, color=look.on_light, label=label, linewidth=1.8, **dashes, **more)
+def panel(
+    title: str,
+    x_label: str,
+    y_label: str,
+    *curves: Curve,
+    log: str = "",
+    symlog: tuple[str, float] | None = None,
+    level: float | None = None,
+    y_range: tuple[float | None, float | None] | None = None,
+) -> Panel:
+    """Return a panel of curves.
 
+    `log` names the logarithmic axes: "x", "y" or "xy". `symlog` is an axis that is linear around 0, and how
+    far. `level` is where a thin horizontal line is drawn.
+    """
 
-def number_text(value: float) -> str:
-    """Four digits."""
-    return f"{value:.4g}"
+    def drawn(axes: "Axes") -> None:
+        for number, label, x, y, *settings in curves:
+            curve(axes, x, y, look(number), label, **(settings[0] if settings else {}))
+        if level is not None:
+            axes.axhline(level, color=SOFT, linewidth=0.8)
+        for name in log:
+            getattr(axes, f"set_{name}scale")("log")
+        if symlog is not None:
+            getattr(axes, f"set_{symlog[0]}scale")("symlog", linthresh=symlog[1])
+        if y_range is not None:
+            axes.set_ylim(*y_range)
+        frame(axes, title, x_label, y_label)
+
+    return drawn

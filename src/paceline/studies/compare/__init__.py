@@ -1,1 +1,0 @@
-"""Several ways to train, side by side on the same data: `paceline compare`."""

@@ -1,0 +1,215 @@
+"""What a comparison came to: tables, warnings and verdict, of runs that ended or are under way. No torch."""
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from paceline.runs.config import ConfigError
+from paceline.runs.terminal import say
+from paceline.studies.lines import Finished, find_runs
+from paceline.studies.page import Page, write
+from paceline.studies.panels import charts, rates, reference
+from paceline.studies.runs import read_plan
+from paceline.studies.table import Table
+from paceline.studies.text import Listing
+from paceline.studies.verdict import of_table
+
+Missing = Mapping[str, str]
+"""Methods that could not be run, and why."""
+
+
+def read(paths: Iterable[Path]) -> tuple[list[Finished], Missing, int]:
+    """Return runs in folders and in files of lines, what is missing, and how many runs there should be."""
+    runs, missing, expected = list[Finished](), dict[str, str](), 0
+    for path in paths:
+        if path.is_file():
+            found = list(Finished.read([path]).values())
+        elif (kept := read_plan(path)) is not None:
+            missing |= kept["missing"]
+            expected += len(kept["runs"]) - len(
+                found := _begun(path / "runs" / name for name in kept["runs"])
+            )
+        else:
+            found = _begun(find_runs([path]))
+        runs, expected = runs + found, expected + len(found)
+    if not runs:
+        raise ConfigError("none of these runs has written anything yet")
+    return runs, missing, expected
+
+
+def _begun(folders: Iterable[Path]) -> list[Finished]:
+    """Return the runs in folders, without those that have written nothing yet."""
+    return [run for folder in folders if (run := Finished.of_folder(folder)) is not None]
+
+
+def show(paths: Sequence[Path], folder: Path) -> None:
+    """Write the page on these runs into a folder, and print its tables and its verdict."""
+    page = page_of(*read(paths))
+    for table in (table for table in page.tables if table.key in ("results", "cost")):
+        for line in ("", f"{table.title}. {table.caption}", ""):
+            say(line)
+        for line in table.lines():
+            say(line)
+    say("")
+    for text in (*page.warnings, page.verdict):
+        say(text)
+    say(f"report: {write(page, folder)}")
+
+
+def page_of(runs: Sequence[Finished], missing: Missing, expected: int) -> Page:
+    """Return the page on these runs; `expected` of them there should be."""
+    table = Table.of(runs)
+    best, verdict = reference(table), of_table(table)
+    ended = sum(run.is_ended for run in runs)
+    listings = (results(table), _cost(table), _runs(runs), _settings(runs[0], table))
+    so_far = "" if ended == expected else f"So far, with {ended} of {expected} runs: "
+    return Page(
+        title="What is gained by training for the model you return",
+        subtitle=_subtitle(runs[0], table),
+        verdict=so_far + verdict.sentence,
+        remarks=verdict.remarks,
+        warnings=(*verdict.warnings, *_warnings(runs, missing)),
+        methods=table.values("method"),
+        charts=charts(table),
+        tables=tuple(listing for listing in listings if listing.rows),
+        lr=None if best is None else best.rows[0].lr,
+    )
+
+
+def _subtitle(first: Finished, table: Table) -> str:
+    tokens, data = first.steps * first["batch_size"] * first["length"], first.config.get("data", ())
+    return (
+        f"{first['model']}, {first.parameters / 1e6:.3g}M parameters, on {', '.join(data) or 'other data'}: "
+        f"{first.steps:,} steps, {tokens / 1e6:.3g}M tokens a run; {_count(rates(table), 'learning rate')}, "
+        f"{_count(table.values('seed'), 'seed')}"
+    )
+
+
+def _count(values: Sequence[object], name: str) -> str:
+    return f"{len(values)} {name}{'' if len(values) == 1 else 's'}"
+
+
+def _warnings(runs: Sequence[Finished], missing: Missing) -> Iterator[str]:
+    for name, why in missing.items():
+        yield f"{name} was not run: {why}"
+    seen: dict[tuple[object, ...], str] = {}
+    for run in runs:
+        if run.diverged:
+            yield f"{run.name} diverged: {run.why or 'its loss is not finite'}"
+        elif not run.is_ended:
+            yield f"{run.name} has not come to its end."
+        alike = {seen[what]: None for m in run.methods if (what := (m, run.lr, run.seed)) in seen}
+        for other in alike:
+            yield f"{run.name} is {other} once more; the one that ended counts, or the last."
+        seen |= {(method, run.lr, run.seed): run.name for method in run.methods}
+    for seed in dict.fromkeys(run.seed for run in runs):
+        if len({run.batches for run in runs if run.seed == seed and run.outcome == "finished"}) > 1:
+            yield f"With seed {seed} the runs have not all seen the same batches."
+
+
+# --- Tables ---------------------------------------------------------------------------------------------
+
+
+def results(table: Table) -> Listing:
+    """Return what each method came to at each learning rate, and at its best one."""
+    lrs = rates(table)
+    rows = []
+    for method, own in table.by("method").items():
+        best, at = own.best("lr"), own.by("lr")
+        ended = [row.diverged for row in own if row.is_ended]
+        none = "–" if not ended else "diverged" if all(ended) else "some diverged"
+        shown = (none, "") if best is None else (_cell(best), f"{best.rows[0].lr:g}")
+        rows.append((method, *shown, *(_cell(at[lr]) if lr in at else "–" for lr in lrs)))
+    several = len(table.values("seed")) > 1
+    return Listing(
+        key="results",
+        title="Loss of the returned model",
+        caption="Held-out cross-entropy in nats a token, lower is better"
+        + (": mean ± standard error over seeds." if several else "."),
+        columns=("method", "best", "at lr", *(f"lr {lr:g}" for lr in lrs)),
+        rows=tuple(rows),
+        numeric=(False, *[True] * (2 + len(lrs))),
+    )
+
+
+def _cell(rows: Table) -> str:
+    if rows.diverged:
+        count = len(rows.losses)
+        return "diverged" if rows.diverged == count else f"{rows.diverged} of {count} diverged"
+    mean = rows.mean()
+    return "–" if mean is None else mean.text()
+
+
+def _cost(table: Table) -> Listing:
+    rows, plain = list[tuple[str, ...]](), None
+    for method, own in table.by("method").items():
+        speeds = [row.speed for row in own if row.speed]
+        if not speeds:
+            continue
+        speed, first = statistics.median(speeds), own.rows[0]
+        plain = plain or speed
+        size = next((row.memory[row.returned] for row in own if row.returned in row.memory), None)
+        whole = [row.seconds for row in own if row.outcome == "finished"]
+        rows.append(
+            (
+                method,
+                f"{1e3 * first['batch_size'] * first['length'] / speed:,.1f} ms",
+                f"{plain / speed:.2f}",
+                f"{speed:,.0f}",
+                f"{statistics.median(whole):,.0f} s" if whole else "–",
+                "–" if size is None else f"{size / 1e6:,.1f} MB",
+                "–" if size is None else f"{size / first.parameters:.0f}",
+            )
+        )
+    named = ("a step", "multiple", "tokens/s", "a run", "memory of the optimizer", "bytes a parameter")
+    return Listing(
+        key="cost",
+        title="What it costs",
+        caption="Medians over runs that may have shared the device. Methods of one run share its time, "
+        f"which includes every average kept in it. Multiples are of {table.rows[0].method}.",
+        columns=("method", *named),
+        rows=tuple(rows),
+        numeric=(False, *[True] * len(named)),
+    )
+
+
+def _runs(runs: Iterable[Finished]) -> Listing:
+    rows = []
+    for run in runs:
+        losses = ((row.method, row.loss) for row in run.each())
+        said = "; ".join(f"{method}: {'–' if loss is None else f'{loss:.4f}'}" for method, loss in losses)
+        rows.append((run.name, run.outcome, f"{run.lr:g}", str(run.seed), said, run.batches or "–"))
+    return Listing(
+        key="runs",
+        title="Every run",
+        caption="Runs with the same digest of batches were trained on the same tokens in the same order.",
+        columns=("run", "outcome", "lr", "seed", "loss of what it returns", "batches"),
+        rows=tuple(rows),
+        numeric=(False, False, True, True, False, False),
+    )
+
+
+def _settings(first: Finished, table: Table) -> Listing:
+    own = ("method", "optimizer", "schedule", "averages", "lr", "seed")
+    facts = {
+        "seeds": table.values("seed"),
+        **{name: value for name, value in first.config.items() if name not in own},
+        "parameters": first.parameters,
+        **{f"data: {name.replace('_', ' ')}": value for name, value in first.data.items()},
+        **first.environment,
+    }
+    return Listing(
+        key="settings",
+        title="Settings and data",
+        columns=("setting", "value"),
+        numeric=(False, False),
+        rows=tuple((name, _words(value)) for name, value in facts.items() if value is not None),
+    )
+
+
+def _words(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

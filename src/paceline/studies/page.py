@@ -1,0 +1,182 @@
+"""A page as one HTML file that needs nothing but itself, and next to it the numbers and pictures in it.
+
+All text and all charts are in it, so it can be read without scripts. Names come from users and are escaped.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import final
+from urllib.parse import quote
+
+from paceline.lm.files import write_atomically
+from paceline.studies.looks import look
+from paceline.studies.panels import Chart
+from paceline.studies.plots import Sheet, draw
+from paceline.studies.svg import css, svg
+from paceline.studies.text import Listing
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """What a page shows, in its order."""
+
+    title: str
+    subtitle: str
+    verdict: str
+    remarks: tuple[str, ...]
+    """What the verdict rests on, and what it cannot tell."""
+    warnings: tuple[str, ...]
+    methods: tuple[str, ...]
+    """All methods, in the order of their looks."""
+    charts: tuple[Chart, ...]
+    tables: tuple[Listing, ...]
+    """The first one stands above the charts."""
+    lr: float | None = None
+    """The learning rate whose charts are shown first."""
+
+
+def write(page: Page, folder: Path) -> Path:
+    """Write the page and the files of its parts into a folder, and return where the page is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for table in page.tables:
+        write_atomically(folder / f"{table.key}.csv", _encoded(table.csv()))
+    for chart in page.charts:
+        write_atomically(folder / f"{_file(chart)}.csv", _encoded(_numbers(chart).csv()))
+    target = folder / "report.html"
+    write_atomically(target, _encoded(html(page)))
+    for chart in page.charts:
+        title = chart.plot.title if chart.lr is None else f"{chart.plot.title}, lr {chart.lr:g}"
+        # The endings are appended by hand: a rate in the name has a dot.
+        draw(
+            Sheet(title=title, subtitle=chart.caption, rows=((chart.plot,),)),
+            folder / _file(chart),
+            (".png",),
+        )
+    return target
+
+
+def _file(chart: Chart) -> str:
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", chart.key)
+
+
+def _numbers(chart: Chart) -> Listing:
+    rows = []
+    for line in chart.plot.lines:
+        errors = line.error or [0.0] * len(line.x)
+        for x, y, error in zip(line.x, line.y, errors, strict=True):
+            value = "" if y is None else "diverged" if math.isinf(y) else f"{y:.7g}"
+            kind = "live" if line.thin else "returned"
+            rows.append((line.label, kind, f"{x:g}", value, f"{error:.3g}" if error else ""))
+    labels = (chart.plot.x_label, chart.plot.y_label)
+    return Listing(columns=("method", "weights", *labels, "standard error"), rows=tuple(rows))
+
+
+def _encoded(text: str) -> bytes:
+    # A file name may hold bytes that are no text. They would keep it from being written.
+    return text.encode("utf-8", "backslashreplace")
+
+
+# --- HTML -----------------------------------------------------------------------------------------------
+
+
+def html(page: Page) -> str:
+    """Return the page as text."""
+    return Template(_part("page.html")).substitute(
+        title=escape(page.title),
+        subtitle=escape(page.subtitle),
+        verdict=escape(page.verdict),
+        remarks=_list("remarks", page.remarks),
+        warnings=_warnings(page.warnings),
+        first="".join(_table(table, page.methods) for table in page.tables[:1]),
+        methods=_methods(page.methods),
+        choices=_choices(page),
+        charts="".join(_figure(chart) for chart in page.charts),
+        tables="".join(_table(table, page.methods) for table in page.tables[1:]),
+        css=css() + _part("page.css") + _off(len(page.methods)),
+        js=_part("page.js"),
+    )
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _off(methods: int) -> str:
+    """Return the rules that hide a method; on paper too."""
+    return "".join(f".off{number} .m{number}{{display:none}}" for number in range(methods))
+
+
+def _list(kind: str, texts: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f'<ul class="{kind}">{items}</ul>' if items else ""
+
+
+def _warnings(texts: tuple[str, ...]) -> str:
+    if not texts:
+        return ""
+    heading = "Warning" if len(texts) == 1 else f"{len(texts)} warnings"
+    return f'<section class="warnings" role="alert"><h2>{heading}</h2>{_list("", texts)}</section>'
+
+
+def _methods(methods: tuple[str, ...]) -> str:
+    """Return the legend of all charts: a button for each method."""
+    return "".join(
+        f'<button type="button" data-method="{number}" aria-pressed="true" title="{escape(method)}">'
+        f"{_sample(number)}<span>{escape(method)}</span></button>"
+        for number, method in enumerate(methods)
+    )
+
+
+def _sample(number: int) -> str:
+    """Return a short piece of the line of a method."""
+    style = look(number)
+    dashes = " ".join(f"{2.5 * length:g}" for length in style.dashes)
+    return (
+        '<svg class="sample" width="34" height="10" aria-hidden="true"><line x1="1" x2="33" y1="5" y2="5" '
+        f'style="stroke:var({style.variable});stroke-width:2.5" stroke-dasharray="{dashes}"/></svg>'
+    )
+
+
+def _choices(page: Page) -> str:
+    rates = sorted({chart.lr for chart in page.charts if chart.lr is not None})
+    if len(rates) < 2:
+        return ""
+    chosen = page.lr if page.lr in rates else rates[0]
+    buttons = "".join(
+        f'<button type="button" data-choice="{lr:g}" aria-pressed="{_pressed(lr == chosen)}">{lr:g}</button>'
+        for lr in rates
+    )
+    return f'<div role="group" aria-label="Learning rate" class="choices">learning rate {buttons}</div>'
+
+
+def _pressed(is_pressed: bool) -> str:
+    return "true" if is_pressed else "false"
+
+
+def _table(table: Listing, methods: tuple[str, ...]) -> str:
+    """Return a table; rows of methods begin with a sample of their lines."""
+    caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
+    title = escape(table.title)
+    rows = table.html(lambda cell: _sample(methods.index(cell)) if cell in methods else "")
+    box = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">{rows}</div>'
+    return f"<section><h2>{title}</h2>{caption}{box}</section>"
+
+
+def _figure(chart: Chart) -> str:
+    """Return a chart with its title and caption, and links to its files."""
+    key, lr = _file(chart), "" if chart.lr is None else f"{chart.lr:g}"
+    choice = f' data-choice="{lr}"' if lr else ""
+    shown = f" <span>lr {lr}</span>" if lr else ""
+    links = " ".join(f'<a href="{quote(key)}.{ending}">{ending}</a>' for ending in ("csv", "png"))
+    return (
+        f"<figure{choice}><figcaption><h3>{escape(chart.plot.title)}{shown}</h3>"
+        f'<p class="caption">{escape(chart.caption)}</p></figcaption>{svg(chart.plot, key)}'
+        f'<p class="files">{links}</p></figure>'
+    )

@@ -1,1 +1,0 @@
-"""From the records of runs to one page: what was compared, what came out, and how sure that is."""

@@ -1,0 +1,392 @@
+"""`paceline sweep`: grids, lists and seeds of runs, done by the engine, and the table of what they came to.
+
+.. code-block:: text
+
+    FOLDER/results.jsonl    each run that has ended as a line (studies/lines.py), in the order of the sweep
+    FOLDER/runs/NAME/       each run as `paceline train` leaves it
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.runs import config, flags
+from paceline.runs.config import ConfigError, Run, nearest
+from paceline.runs.terminal import Command, say, warn
+from paceline.studies.lines import Finished, write
+from paceline.studies.runs import SEVERAL, Named, folder_of, grid, read, refuse_others, text
+from paceline.studies.table import Mean
+from paceline.studies.text import Listing
+
+if TYPE_CHECKING:
+    from paceline.studies.engine import Message, Workers
+
+EXAMPLES = """examples:
+  paceline sweep --out sweeps/first --model gpt:1m --steps 300 --seeds 3 --lr 1e-3 2e-3 4e-3 \\
+      --method adamw pace pace+push:strength=0.7,power=0.5
+      27 runs: all combinations of three methods, three rates and three seeds
+  paceline sweep --out sweeps/more --seed 11 13 17 --steps 300 --grid batch-size 8 16 32
+      seeds of your choice
+  paceline sweep --out sweeps/mine --config mine.toml --jobs 4 --dry-run
+      list the runs that a file describes; without --dry-run they are done, four in parallel
+  paceline sweep --out /shared/mine --config mine.toml --engine ray --ray-address 10.0.0.1:6379 \\
+      --gpus-per-run 0.5
+      the same on a Ray cluster, two runs a GPU; every node sees the folder under this name
+
+mine.toml has the settings of `paceline train`, and what is swept:
+  model = "gpt:1m"
+  steps = 300
+  lr = [1e-3, 2e-3, 4e-3]       # as may be method
+  seeds = 3                     # or seed = [11, 13, 17]
+  [grid]                        # all combinations of these
+  batch_size = [16, 32]
+  [[cells]]                     # settings that belong together, each with all of the grid
+  method = "adamw@wsd"
+  averages = ["power:0.7"]
+  [[cells]]
+  method = "pace"
+
+Stop it any time (Ctrl-C): the same command resumes, and repeats no finished run. The table at the end is best
+first. Runs that were done elsewhere count once they are copied to FOLDER/runs."""
+
+
+# --- Flags --------------------------------------------------------------------------------------------
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add all flags: those of the list of runs, of the engine, and the settings of a run."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings, seeds, grid and cells in TOML")
+    for name, metavar in zip(SEVERAL, ("METHOD", "X"), strict=True):
+        text = f"one or several. {config.documentation()[name]}".replace("%", "%%")
+        parser.add_argument(f"--{name}", nargs="+", default=argparse.SUPPRESS, metavar=metavar, help=text)
+    parser.add_argument("--seeds", type=_count, metavar="N", help="how many seeds of each run [1]")
+    parser.add_argument(
+        "--seed",
+        nargs="+",
+        default=argparse.SUPPRESS,
+        metavar="S",
+        help="the first of them, or a list of all [42]",
+    )
+    parser.add_argument(
+        "--grid",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="any other setting and its values; of several settings, all combinations",
+    )
+    add_engine(parser)
+    flags.add_settings(parser, {"seed", *SEVERAL})
+
+
+def add_engine(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the flags that `perform` needs: where, how many in parallel, and what is kept."""
+    parser.add_argument(
+        "--out", required=required, type=Path, metavar="FOLDER", help="the folder of the runs"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list the runs, and do none")
+    parser.add_argument(
+        "--jobs", type=_count, metavar="N", help="runs in parallel [one a GPU; on CPUs one a core, up to 4]"
+    )
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="[local: this machine]")
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="[RAY_ADDRESS, or the cluster here, or a new one]"
+    )
+    parser.add_argument("--cpus-per-run", type=_count, metavar="N", help="[all cores are shared; ray: 1]")
+    parser.add_argument(
+        "--gpus-per-run", type=_part, metavar="X", help="ray: e.g. 0.25, four a GPU [1 if any]"
+    )
+    parser.add_argument(
+        "--stop-diverged",
+        type=_nats,
+        default=1.0,
+        metavar="NATS|off",
+        help="end a run whose smoothed training loss was that far above its first for a tenth of the run [1]",
+    )
+    parser.add_argument("--keep-models", action="store_true", help="keep the last checkpoints of every run")
+
+
+def _count(word: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", word):
+        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: a whole number, 1 or more")
+    return int(word)
+
+
+def _nats(word: str) -> float | None:
+    number = None if word == "off" else _number(word)
+    if number is not None and not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: off, or a number above 0")
+    return number
+
+
+def _part(word: str) -> float:
+    number = _number(word)
+    if not 0 <= number < float("inf") or (number > 1 and number != int(number)):
+        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: 0 to 1, or a whole number")
+    return number
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return float("nan")
+
+
+def grid_of(words: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Return the grid that flags give: of each, the name of a setting and its values.
+
+    >>> grid_of([["batch-size", "8", "16"], ["data", "a.txt", "b.txt"]])
+    {'batch_size': ['8', '16'], 'data': ['a.txt', 'b.txt']}
+    """
+    found: dict[str, Sequence[str]] = {}
+    for flag, *values in words:
+        name = flag.replace("-", "_")
+        if "=" in flag or not values:
+            meant = flag.partition("=")[0]
+            raise ConfigError(
+                f"--grid {flag[:80]}: write --grid {meant} VALUE VALUE, with spaces between them"
+            )
+        if name not in (known := config.documentation()):
+            raise ConfigError(f"--grid: unknown setting {flag[:80]!r}{nearest(name, list(known))}")
+        if name in found:
+            raise ConfigError(f"--grid {name} is there twice; give all of its values after one")
+        found[name] = values
+    return found
+
+
+def asked(options: argparse.Namespace) -> list[Named]:
+    """Return the runs that file and flags ask for; flags win."""
+    found = read(options.config) if options.config else {"settings": {}, "values": {}, "seeds": None}
+    given = flags.settings_given(options)
+    if "seed" in given or options.seeds is not None:
+        found["seeds"] = options.seeds
+        if isinstance(found["settings"].get("seed"), list):
+            del found["settings"]["seed"]
+    for name in SEVERAL:
+        if name in given:
+            found["values"].pop(name, None)
+    given |= {name: one[0] for name in (*SEVERAL, "seed") if len(one := given.get(name, ())) == 1}
+    found["settings"] |= given
+    found["values"] |= grid_of(options.grid)
+    return grid(**found)
+
+
+# --- The command --------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do the runs that are asked for."""
+    runs = asked(options)
+    from paceline.runs.methods import check_methods
+
+    methods = ((r.run.method, r.run.schedule, r.run.averages, r.run.telemetry_every) for r in runs)
+    for one in dict(zip(methods, runs, strict=True)).values():
+        check_methods(one.run)
+    return perform(runs, options, by=tuple(runs[0].tags))
+
+
+def perform(
+    runs: Sequence[Named],
+    options: argparse.Namespace,
+    *,
+    by: Sequence[str] = (),
+    later: Sequence[Named] = (),
+    show: "Callable[[Results], None] | None" = None,
+) -> int:
+    """Do runs, show what happens and what came out; return 1 if a run could not be done.
+
+    Arguments:
+        runs: all of them; those that are done already are only shown.
+        options: those of `add_engine`.
+        by: the tags that tell the runs apart; without any, runs go by their names.
+        later: runs that are not done now; checkpoints that they will continue stay.
+        show: says what came out; without it, a table, best first.
+    """
+    refuse_others(runs, options.out)
+    workers = _workers(options, [one.run for one in runs])  # mistakes show before torch is imported
+    from paceline.studies import live
+    from paceline.studies.engine import do, held
+
+    if options.dry_run:
+        return _list(runs, options.out, by)
+    made = workers()  # a cluster that is not there is said before anything is written
+    with held(options.out):
+        results = Results(options.out, runs)
+        results.write()
+        events = do(
+            runs,
+            options.out,
+            made,
+            margin=options.stop_diverged,
+            keep_models=options.keep_models,
+            later=later,
+        )
+        with live.shown(runs, options.out, by=by) as screen:
+            for message in events:
+                results.take(message)
+                screen.take(message)
+    say("")
+    if show is None:
+        _show(results.table(by))
+    else:
+        show(results)
+    say(f"results: {results.path}")
+    for name, why in results.failed.items():
+        warn(f"{name}: {why}")
+    return 1 if results.failed else 0
+
+
+def _workers(options: argparse.Namespace, runs: Sequence[Run]) -> "Callable[[], Workers]":
+    if options.engine == "local":
+        for flag in ("ray_address", "gpus_per_run"):
+            if getattr(options, flag) is not None:
+                name = flag.replace("_", "-")
+                raise ConfigError(f"--{name} is for --engine ray; here --jobs says how many share a GPU")
+
+    def make() -> "Workers":
+        from paceline.studies import engine
+
+        if options.engine == "local":
+            return engine.local(runs, options.jobs, options.cpus_per_run)
+        from paceline.studies import cluster
+
+        return cluster.workers(
+            options.ray_address, jobs=options.jobs, cpus=options.cpus_per_run or 1, gpus=options.gpus_per_run
+        )
+
+    return make
+
+
+def _list(runs: Sequence[Named], folder: Path, by: Sequence[str]) -> int:
+    """Show every run, with its steps and tokens."""
+    from paceline.runs.run import is_finished
+
+    done = [is_finished(folder_of(folder, one.name)) for one in runs]
+    continued = ["continues"] if any(one.run.fork for one in runs) else []
+    rows = tuple(
+        (
+            one.name,
+            *(text(one.tags[tag]) for tag in by),
+            *(one.run.fork or "" for _ in continued),
+            *_size(one.run),
+            "done" if is_done else "",
+        )
+        for one, is_done in zip(runs, done, strict=True)
+    )
+    columns = ("run", *by, *continued, "steps", "tokens", "")
+    numeric = tuple(column in ("steps", "tokens") for column in columns)
+    for line in Listing(columns=columns, rows=rows, numeric=numeric).lines():
+        say(line)
+    say(f"{len(runs)} runs, {sum(done)} done")
+    return 0
+
+
+def _size(run: Run) -> tuple[str, str]:
+    """Return the steps and tokens that are its own; of a budget that depends on the data, that budget."""
+    from paceline.runs.build import steps_of
+
+    if run.epochs is not None:
+        return f"{run.epochs:g} epochs", "?"
+    if run.chinchilla is not None:
+        return f"{run.chinchilla:g} chinchilla", "?"
+    steps = steps_of(run, 0, 0) - (run.after[1] if run.after else 0)
+    return f"{steps:,}", f"{steps * run.batch_size * run.length:,}"
+
+
+def _show(table: Listing) -> None:
+    say(f"{table.title}. {table.caption}")
+    for line in table.lines():
+        say(line)
+
+
+# --- Results ------------------------------------------------------------------------------------------
+
+
+class Results:
+    """What is known of runs that have ended: on the disk, and from the engine."""
+
+    def __init__(self, folder: Path, runs: Sequence[Named]) -> None:
+        self.path, self._folder, self._runs = folder / "results.jsonl", folder, runs
+        self.failed: dict[str, str] = {}
+        """Runs that could not be done, and why."""
+        self._given_up = set[str]()  # diverged in the part that they have in common with another run
+        found = [Finished.of_folder(folder_of(folder, one.name), one.tags) for one in runs]
+        self._finished = {run.name: run for run in found if run is not None and run.is_ended}
+        # Lines of another sweep into this folder, or of runs whose folders are gone, may be all that is left.
+        self._before = Finished.read([self.path]) if self.path.exists() else {}
+
+    @property
+    def finished(self) -> dict[str, Finished]:
+        """The runs that have ended, by name, in the order of the sweep."""
+        return {one.name: self._finished[one.name] for one in self._runs if one.name in self._finished}
+
+    def take(self, message: "Message") -> None:
+        """Learn from a message of the engine, and write the file anew if a run has ended."""
+        from paceline.studies.pool import Ended
+
+        match message:
+            case (one, Ended(how=how, text=why)):
+                found = Finished.of_folder(folder_of(self._folder, one.name), one.tags)
+                if found is not None and found.is_ended:
+                    self._finished[one.name] = found
+                    self.write()
+                elif how == "diverged":
+                    self._given_up.add(one.name)
+                elif how != "stopped":
+                    self.failed[one.name] = why
+
+    def write(self) -> None:
+        """Write all runs that have ended to the file, and after them those that stood there before."""
+        write({**self.finished, **self._before, **self.finished}.values(), self.path)
+
+    def table(self, by: Sequence[str]) -> Listing:
+        """Return a table, best first: a row for all seeds of the same tags; without tags, a row a run."""
+        tags = tuple(tag for tag in by if tag != "seed")
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for one in self._runs:
+            key = tuple(text(one.tags[tag]) for tag in tags) if by else (one.name,)
+            groups.setdefault(key, []).append(one.name)
+        tags = tags if by else ("run",)
+        rows = sorted((self._row(key, names) for key, names in groups.items()), key=lambda row: row[0])
+        return Listing(
+            key="sweep",
+            title="Best first",
+            caption="Held-out loss of the returned weights in nats, ± its standard error over seeds.",
+            columns=(*tags, "loss", "weights", "live", "seeds", "ended"),
+            rows=tuple(row[1] for row in rows),
+            numeric=(*(False for _ in tags), True, False, True, True, False),
+        )
+
+    def _row(self, key: tuple[str, ...], names: list[str]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Return what to sort by, and the row: those of which every seed came to its end are first."""
+        ended = [self._finished[name] for name in names if name in self._finished]
+        known = [run for run in ended if run.loss is not None]
+        loss = Mean.of(run.loss for run in known if run.loss is not None)
+        live = Mean.of(last for run in known if (last := run.evaluations[-1][1].get("live")) is not None)
+        outcomes = [run.outcome for run in ended]
+        outcomes += ["diverged" for name in names if name in self._given_up]
+        counts = {outcome: outcomes.count(outcome) for outcome in ("finished", "diverged")}
+        counts["failed"] = sum(name in self.failed for name in names)
+        shown = (
+            loss.text() if loss else "",
+            known[0].returned if known else "",
+            f"{live.value:.4f}" if live else "",
+            str(len(names)),
+            ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count),
+        )
+        order = loss is None, len(known) < len(names), loss.value if loss else 0.0
+        return order, (*key, *shown)
+
+
+COMMANDS = (
+    Command(
+        name="sweep",
+        help="grids, lists and seeds of training runs, here or on a Ray cluster",
+        examples=EXAMPLES,
+        add=add,
+        run=run,
+    ),
+)

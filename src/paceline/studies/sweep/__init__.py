@@ -1,1 +1,0 @@
-"""`paceline sweep`: many runs that differ in some settings."""
