@@ -20,13 +20,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from paceline.experiments import pool
 from paceline.experiments.config import Run
 from paceline.experiments.paper import lines
 from paceline.experiments.run import Interrupted
 from paceline.experiments.sweep.command import local_engine
 from paceline.experiments.sweep.conduct import cells_of, sweep
-
-from paceline.experiments import pool
 
 HERE = Path(__file__).parent
 POWERS = (0.5, 0.6, 0.7, 0.8)

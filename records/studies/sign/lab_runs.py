@@ -101,6 +101,11 @@ def large() -> Iterator[Lab]:
         yield speeding(*setting, model="gpt:25m", steps=2500)
 
 
+def large_report() -> Iterator[Lab]:
+    """Report the better of `large` at 27M: set lr, gain and power from its records first."""
+    yield from (speeding(1, 3, 0.6, seed, model="gpt:25m", steps=2500) for seed in range(11, 15))
+
+
 def muon() -> Iterator[Lab]:
     """Report Muon with averages and its decayed branches, a push of it, and guards against its spikes."""
     for seed in (11, 12, 13):
@@ -109,4 +114,4 @@ def muon() -> Iterator[Lab]:
             yield Lab(method="muon-push", base="muon", lr=4e-3, R=R, k=0.7, growth=how, seed=seed)
 
 
-BATCHES = {f.__name__: f for f in (check, growth, form, report, large, muon)}
+BATCHES = {f.__name__: f for f in (check, growth, form, report, large, large_report, muon)}
