@@ -16,8 +16,8 @@ from tiny import RandomTokens
 from torch import nn
 
 from paceline.lm import checkpoint, files, packed
-from paceline.lm.checkpoint import Damaged
 from paceline.lm.evaluate import NotFiniteError
+from paceline.lm.files import Damaged
 from paceline.lm.gpt import GPT
 from paceline.lm.loop import Progress, Trainee, train
 from paceline.runs import methods, names
@@ -315,7 +315,10 @@ def test_the_newest_that_is_whole_is_found_and_the_damaged_are_named(tmp_path):
         str(tmp_path / "step-00000008"),
         str(tmp_path / "step-00000006"),
     ]
-    assert "manifest.json is missing" in problems[0] and "content of live.safetensors" in problems[1]
+    assert (
+        "manifest.json is missing" in problems[0]
+        and "live.safetensors is not what was written" in problems[1]
+    )
     with pytest.raises(Damaged, match="step-00000008 is damaged"):
         checkpoint.load(tmp_path / "step-00000008")
 

@@ -23,7 +23,7 @@ from trials import Trial, command, words_of
 import paceline
 from paceline.cli import main
 from paceline.lm import checkpoint, files
-from paceline.lm.checkpoint import Damaged
+from paceline.lm.files import Damaged
 from paceline.lm.shards import open_tokens
 from paceline.runs.config import Run
 from paceline.runs.doctor import examine

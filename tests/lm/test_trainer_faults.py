@@ -44,6 +44,7 @@ from trials import (
 from paceline import PACE, Control
 from paceline.cli import main
 from paceline.lm import checkpoint
+from paceline.lm.files import Damaged
 from paceline.lm.loop import Step
 from paceline.runs.config import Run
 from paceline.runs.records import read
@@ -374,7 +375,7 @@ def damaged(expected, tmp_path):
             try:
                 checkpoint.load(folder)
                 missed.append(name)
-            except checkpoint.Damaged as error:
+            except Damaged as error:
                 assert str(folder) in str(error)
             except OSError:  # of the twin, where nobody looks before
                 assert path.is_dir() or not path.exists()

@@ -28,7 +28,7 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 
 from paceline.lm import sharded
 from paceline.lm.evaluate import NotFiniteError
-from paceline.lm.files import TEMPORARY, new_folder, plain_file, sha256_of
+from paceline.lm.files import TEMPORARY, Damaged, describe, new_folder, plain_file, read_json, verify
 from paceline.lm.packed import pack, paths, unpack
 from paceline.lm.parallel import ALONE, Ranks, cut_like, is_sharded, local
 
@@ -48,10 +48,6 @@ FORMAT = 1
 _PARTS = ("live", "optimizer", "state")
 _NAME = re.compile(r"step-(\d{8,})")
 _SHARD = re.compile(r"shard-\d+-[\w-]+\.safetensors")
-
-
-class Damaged(ValueError):
-    """A checkpoint differs from what was written."""
 
 
 # --- The state of a run -----------------------------------------------------------------------------
@@ -171,7 +167,7 @@ def _save_whole(final: Path, step: int, state: Mapping[str, Any], facts: Mapping
             _write_tensors(folder / f"{part}.safetensors", tensors)
         described["facts"] = pack(facts, "", {})
         _write_json(folder / "state.json", described)
-        _write_manifest(folder, step, _described_files(folder.iterdir()))
+        _write_manifest(folder, step, describe(folder.iterdir()))
 
 
 def _save_shards(
@@ -185,19 +181,15 @@ def _save_shards(
         sharded.write_shards(tensors, folder, ranks)
         found = ranks.of_first(lambda: sorted(folder.iterdir()))
         # Each rank hashes a part of the files, in parallel.
-        hashed = ranks.together(lambda: _described_files(found[ranks.rank :: ranks.size]))
+        hashed = ranks.together(lambda: describe(found[ranks.rank :: ranks.size]))
 
         def commit() -> None:
             _write_json(folder / "state.json", described)
             files = {name: file for part in hashed for name, file in part.items()}
-            _write_manifest(folder, step, files | _described_files([folder / "state.json"]))
+            _write_manifest(folder, step, files | describe([folder / "state.json"]))
             stack.close()
 
         ranks.of_first(commit)
-
-
-def _described_files(paths: Iterable[Path]) -> dict[str, Any]:
-    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
 
 
 def _write_manifest(folder: Path, step: int, files: Mapping[str, Any]) -> None:
@@ -259,7 +251,7 @@ def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Any]:
 
     try:
         with ExitStack() as files:
-            described = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            described = read_json(folder / "state.json")
             if _is_in_shards(folder):
                 get = dict.fromkeys(_PARTS, _read_shards(folder, described, like).__getitem__)
             else:
@@ -304,7 +296,7 @@ def _no_tensor(path: str) -> Tensor:
 
 def load_facts(folder: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint; its tensors are not read."""
-    described = json.loads(plain_file(folder, "state.json").read_text(encoding="utf-8"))
+    described = read_json(plain_file(folder, "state.json"))
     facts: dict[str, Any] = unpack(described["facts"], _no_tensor)
     return facts
 
@@ -316,20 +308,15 @@ def check(folder: Path) -> dict[str, Any]:
         Damaged: a file differs from what was written.
     """
     try:
-        manifest = json.loads(plain_file(folder, "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(plain_file(folder, "manifest.json"))
         if (version := manifest["format"]) != FORMAT:
             raise ValueError(f"its format is {version!r}; this version of paceline reads {FORMAT}")
-        files = manifest["files"]
+        listed = manifest["files"]
         expected = {"state.json", *(f"{part}.safetensors" for part in _PARTS)}
-        if set(files) != expected and not _lists_shards(files):
-            raise ValueError(f"its manifest lists {sorted(files)}, not {sorted(expected)}")
-        for name, known in files.items():
-            path = plain_file(folder, name)
-            if (size := path.stat().st_size) != known["bytes"]:
-                raise ValueError(f"{name} has {size} bytes; {known['bytes']} were written")
-            if sha256_of(path) != known["sha256"]:
-                raise ValueError(f"the content of {name} is not what was written")
-    except (OSError, ValueError, RecursionError) as error:
+        if set(listed) != expected and not _lists_shards(listed):
+            raise ValueError(f"its manifest lists {sorted(listed)}, not {sorted(expected)}")
+        verify(folder, listed)
+    except (OSError, ValueError) as error:
         raise Damaged(f"{folder} is damaged: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         raise Damaged(f"{folder} is damaged: its manifest is not valid ({error!r})") from error

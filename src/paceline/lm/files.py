@@ -1,7 +1,8 @@
-"""Atomic writes of files and folders, a lock on a folder, hashes."""
+"""Atomic writes of files and folders, checks that they are as they were written, a lock on a folder."""
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -9,9 +10,10 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -19,10 +21,43 @@ TEMPORARY = ".tmp-"  # prefix of the names of unfinished files and folders
 _REPLACED = re.compile(re.escape(TEMPORARY) + r"replaced-(.+)-\d+")
 
 
+class Damaged(ValueError):
+    """A file is missing, or is not what was written."""
+
+
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe(paths: Iterable[Path]) -> dict[str, Any]:
+    """Return the size and the sha256 of files, by name; `verify` compares files with it."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+
+
+def verify(folder: Path, files: Mapping[str, Any]) -> None:
+    """Raise Damaged, naming the file, if files of a folder are not what `describe` said of them."""
+    for name, known in files.items():
+        path = plain_file(folder, name)
+        if (size := path.stat().st_size) != known["bytes"]:
+            raise Damaged(f"{path} has {size} bytes; {known['bytes']} were written")
+        if sha256_of(path) != known["sha256"]:
+            raise Damaged(f"the content of {path} is not what was written")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raise Damaged, naming file and place, for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise Damaged(f"{path}, {place}: this is no JSON ({error.msg})") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"{path} is no JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise Damaged(f"{path} holds a {type(content).__name__}; a JSON object was written")
+    return content
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -111,7 +146,7 @@ def plain_file(folder: Path, name: str) -> Path:
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
+        raise Damaged(f"{path} is missing") from None
     if not stat.S_ISREG(kind):
         raise ValueError(f"{path} is not a regular file")
     return path

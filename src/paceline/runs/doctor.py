@@ -68,7 +68,7 @@ def _checkpoint(folder: Path) -> tuple[list[str], bool]:
             best = facts["best"]
             lines.append(f"  best held-out loss so far: {best['loss']:.4f} at step {best['step']}")
         return lines, True
-    except (checkpoint.Damaged, ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         return [f"{folder.name}: NOT whole: {error}"], False
 
 
