@@ -83,6 +83,26 @@ def test_measured_spreads_stand_in_tables(path):
     assert not [line for line in prose if "±" in line]
 
 
+def sentences(page):
+    """Yield the sentences of a page's prose; code in a line counts as one word."""
+    text = re.sub(r"^```.*?^```|^(    |\s*\||#).*?$", "", page, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "code", text))
+    for paragraph in re.split(r"\n\s*\n|\n\s*\* ", text):
+        yield from re.split(r"(?<=[.!?:;])\**\s+", " ".join(paragraph.split()))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_sentences_are_short(path):
+    assert not [one for one in sentences(path.read_text()) if len(one.split()) > 25]
+
+
+def test_the_readme_fits_on_a_screen_or_two():
+    text = README.read_text()
+    assert text.count("\n") <= 80
+    assert len(re.findall(r"(?<![\w.])\d+\.\d+(?!\w)", text)) <= 25
+    assert sum(len(page.read_text().split()) for page in PAGES if page != README) <= 13_500
+
+
 def test_the_gain_in_the_readme_is_what_the_study_found():
     """Every loss and difference of the README's first table stands in the study's tables."""
     study = (ROOT / "records" / "studies" / "sign" / "tables.md").read_text()

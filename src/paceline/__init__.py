@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         save_averaged,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BEMA",
