@@ -19,7 +19,9 @@ from paceline.lm.batch import IGNORED, Batch
 from paceline.lm.chat import ChatFormat, chat_rows, messages_of
 from paceline.lm.chat_samples import FirstFit, open_chat, prepare_chat
 from paceline.lm.evaluate import summed_loss
+from paceline.lm.files import Damaged
 from paceline.lm.gpt import GPT, GPTShape
+from paceline.lm.manifest import write_manifest
 from paceline.lm.pretrained import Pretrained, load_pretrained
 
 pytestmark = pytest.mark.slow
@@ -553,13 +555,13 @@ def test_what_is_prepared_is_not_prepared_again(tmp_path, tokenizer):
     )
     assert again.fingerprint == first.fingerprint and again.report == first.report
     for changes in ({"length": 65}, {"source": {"rows": "others"}}):
-        with pytest.raises(ValueError, match=f"was made with another {next(iter(changes))}; choose"):
+        with pytest.raises(ValueError, match=rf"prepared from something else; .*\({next(iter(changes))} "):
             prepared(tmp_path, tokenizer, **changes)
-    with pytest.raises(ValueError, match="was made with another chat_format"):
+    with pytest.raises(ValueError, match=r"prepared from something else; .*\(chat_format "):
         prepared(tmp_path, make_tokenizer(QWEN3))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").touch()
-    with pytest.raises(ValueError, match="mine holds no prepared conversations"):
+    with pytest.raises(ValueError, match=r"mine/manifest\.json is missing"):
         prepared(tmp_path, tokenizer, name="mine")
 
 
@@ -597,58 +599,81 @@ def test_workers_read_the_same(tmp_path, tokenizer):
         assert torch.equal(a, b)
 
 
-def damage(path, place, value):
+def flip(path, place):
     content = bytearray(path.read_bytes())
-    content[place : place + len(value)] = value
+    content[place] ^= 1 << place % 8
     path.write_bytes(content)
 
 
-def test_damage_is_noticed_and_named(tmp_path, tokenizer):
-    """F7."""
+def refused(folder, message):
+    with pytest.raises(Damaged, match=message) as raised:
+        open_chat(folder)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "samples.bin"])
+def test_every_flipped_bit_is_found(tmp_path, tokenizer, name):
+    prepared(tmp_path, tokenizer)
+    folder = tmp_path / "out"
+    whole = (folder / name).read_bytes()
+    for place in range(0, len(whole), 7):
+        (folder / "checked").unlink(missing_ok=True)
+        flip(folder / name, place)
+        refused(folder, f"{folder}/{name}|samples.bin is missing")
+        (folder / name).write_bytes(whole)
+    open_chat(folder)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "samples.bin"])
+def test_a_damaged_cache_is_named_and_prepared_again(tmp_path, tokenizer, name):
+    whole = prepared(tmp_path, tokenizer)
+    flip(tmp_path / "out" / name, 40)
+    with pytest.raises(Damaged, match=name):
+        prepared(tmp_path, tokenizer)
+    told = []
+    again = prepared(tmp_path, tokenizer, is_cache=True, tell=told.append)
+    assert len(told) == 1 and name in told[0] and told[0].endswith("it is prepared again")
+    assert (again.fingerprint, again.manifest) == (whole.fingerprint, whole.manifest)
+
+
+def test_a_token_that_went_bad_after_opening_is_named(tmp_path, tokenizer):
+    samples = prepared(tmp_path, tokenizer)
+    for token in (2**20, -1):
+        with (tmp_path / "out/samples.bin").open("r+b") as file:
+            file.seek(4 * (3 * 64 + 2))
+            file.write(token.to_bytes(4, "little", signed=True))
+        message = rf"samples\.bin: token {token} in sample 1 at place 2; allowed: 0"
+        with pytest.raises(ValueError, match=message):
+            samples.batch([0, 1])
+
+
+def test_a_file_of_another_size_or_kind(tmp_path, tokenizer):
     prepared(tmp_path, tokenizer)
     folder, path = tmp_path / "out", tmp_path / "out/samples.bin"
-    open_chat(folder, verify=True)
-    damage(path, 4 * 64 * 2, b"\7")
-    with pytest.raises(ValueError, match=r"samples\.bin has changed since it was prepared"):
-        open_chat(folder, verify=True)
-    for token in (2**20, -1):
-        damage(path, 4 * (3 * 64 + 2), token.to_bytes(4, "little", signed=True))
-        with pytest.raises(
-            ValueError, match=rf"samples\.bin: token {token} in sample 1 at place 2; allowed: 0"
-        ):
-            open_chat(folder).batch([0, 1])
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"samples\.bin has {size - 1} bytes instead of {size}"):
-        open_chat(folder)
+    refused(folder, rf"samples\.bin has {size - 1} bytes; {size} were written")
     path.unlink()
-    with pytest.raises(ValueError, match=r"samples\.bin is missing"):
-        open_chat(folder)
+    refused(folder, r"samples\.bin is missing")
     path.symlink_to("/etc/passwd")
-    with pytest.raises(ValueError, match=r"samples\.bin is not a regular file"):
-        open_chat(folder)
+    refused(folder, r"samples\.bin is not a regular file")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "fields",
     [
-        (b"{", "holds no prepared conversations .*JSON"),
-        (b"[]", "holds no prepared conversations"),
-        (b"[" * 100_000, "holds no prepared conversations"),
-        (b'{"format": 1}', "holds no prepared conversations .*report"),
-        (b'{"format": 1, "length": 64, "report": {"samples": []}}', "holds no prepared conversations"),
+        {"length": 65},
+        {"length": None},
+        {"report": {"samples": 1}},
+        {"report": {"samples": -1}},
+        {"files": {}},
+        {"format": 1},
     ],
 )
-def test_a_manifest_that_is_none(tmp_path, tokenizer, content, message):
-    prepared(tmp_path, tokenizer)
-    (tmp_path / "out/manifest.json").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        open_chat(tmp_path / "out")
-
-
-def test_another_format_is_refused(tmp_path, tokenizer):
+def test_a_manifest_with_a_wrong_value(tmp_path, tokenizer, fields):
     prepared(tmp_path, tokenizer)
     path = tmp_path / "out/manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    with pytest.raises(ValueError, match="format 2; this version reads 1"):
-        open_chat(tmp_path / "out")
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    write_manifest(path, manifest | fields)
+    refused(tmp_path / "out", "manifest.json")

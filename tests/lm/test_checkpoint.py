@@ -20,6 +20,7 @@ from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import Damaged
 from paceline.lm.gpt import GPT
 from paceline.lm.loop import Progress, Trainee, train
+from paceline.lm.manifest import sealed
 from paceline.runs import methods, names
 from paceline.runs.config import Run
 
@@ -388,37 +389,25 @@ LISTED = ["live.safetensors", "optimizer.safetensors", "state.json", "state.safe
 @pytest.mark.parametrize(
     "manifest",
     [
-        "",
-        "[]",
-        "null",
-        "7",
-        '"text"',
-        "[" * 100_000,
-        '{"format": 1}',
-        '{"format": 2, "files": {}}',
-        '{"format": "1", "files": {}}',
-        '{"format": 1, "files": null}',
-        json.dumps({"format": 1, "files": LISTED}),
-        json.dumps({"format": 1, "files": dict.fromkeys(LISTED)}),
-        json.dumps({"format": 1, "files": {name: {"bytes": 0} for name in LISTED}}),
-        json.dumps(
-            {"format": 1, "files": {name: {"bytes": 0, "sha256": ""} for name in [*LISTED, "../../x"]}}
-        ),
-        json.dumps({"format": 1, "files": {name: {"bytes": "0", "sha256": 5} for name in LISTED}}),
-        "\ud800",
+        *("", "[]", "null", "7", '"text"', "[" * 100_000, "\ud800", '{"format": 1}'),
+        *({"files": None}, {"files": LISTED}, {"files": dict.fromkeys(LISTED)}, {"format": "2", "files": {}}),
+        {"files": {name: {"bytes": 0} for name in LISTED}},
+        {"files": {name: {"bytes": 0, "sha256": ""} for name in [*LISTED, "../../x"]}},
+        {"files": {name: {"bytes": "0", "sha256": 5} for name in LISTED}},
     ],
 )
 def test_a_manifest_that_is_none_is_damage(tmp_path, manifest):
     folder = saved(tmp_path)
-    (folder / "manifest.json").write_text(manifest, encoding="utf-8", errors="surrogatepass")
+    text = manifest if isinstance(manifest, str) else json.dumps(sealed({"step": 3, **manifest}))
+    (folder / "manifest.json").write_text(text, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(Damaged, match=f"{folder.name} is damaged"):
         checkpoint.load(folder)
 
 
 def forge(folder):
     """A manifest that agrees with whatever the files hold now."""
-    known = {n: {"bytes": (folder / n).stat().st_size, "sha256": files.sha256_of(folder / n)} for n in LISTED}
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "step": 3, "files": known}))
+    known = files.describe(folder / name for name in LISTED)
+    (folder / "manifest.json").write_text(json.dumps(sealed({"step": 3, "files": known})))
 
 
 @pytest.mark.parametrize(
@@ -441,8 +430,21 @@ def test_a_state_that_is_none_is_damage_even_if_its_manifest_agrees(tmp_path, de
     folder = saved(tmp_path)
     (folder / "state.json").write_text(described)
     forge(folder)
-    with pytest.raises(Damaged, match=f"{folder.name} cannot be read"):
+    with pytest.raises(Damaged, match=f"{folder.name}(/state.json|.* cannot be read)"):
         checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    ['{"$tensor": "w"}', '{"$float": "x"}', '{"$tuple": 5}', '{"a": {"$": 1}}', "5", "[" * 900 + "]" * 900],
+)
+def test_facts_that_are_none_are_damage(tmp_path, facts):
+    folder = saved(tmp_path)
+    (folder / "state.json").write_text(
+        f'{{"live": {{}}, "optimizer": {{}}, "state": {{}}, "facts": {facts}}}'
+    )
+    with pytest.raises(Damaged, match=r"state\.json"):
+        checkpoint.load_facts(folder)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -408,7 +408,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(attempt, expected,
     (newest / "live.safetensors").write_bytes(data)
     for words in (["eval", str(newest)], ["eval", str(attempt.folder)], ["export", str(newest), "x"]):
         trial = Trial(attempt.folder.parent / "said", command, words)
-        assert trial.wait() == 1 and f"{newest} is damaged: the content of live" in trial.text()
+        assert trial.wait() == 1 and "/live.safetensors is not what" in trial.text()
     trial = attempt(run=run)
     assert trial.code == 0 and f"{newest} is damaged" in trial.text() and "an earlier one" in trial.text()
     final = "checkpoints/step-00000006/live.safetensors"
@@ -431,10 +431,10 @@ def test_a_damaged_checkpoint_does_not_count_among_those_to_keep(attempt, runs):
 def test_if_no_checkpoint_is_whole_the_run_does_not_begin_anew_by_itself(attempt):
     assert attempt(partial(before, STEP, (3,), send, signal.SIGTERM)).code == 143
     (only,) = (attempt.folder / "checkpoints").iterdir()
-    (only / "manifest.json").write_text('{"format": 2}')
+    (only / "manifest.json").write_text('{"format": 1}')
     records = (attempt.folder / "records.jsonl").read_bytes()
     trial = attempt()
-    assert trial.code == 1 and "its format is 2" in trial.text() and "there is no other" in trial.text()
+    assert trial.code == 1 and "format 1; allowed: 2" in trial.text() and "there is no other" in trial.text()
     assert (attempt.folder / "records.jsonl").read_bytes() == records
 
 
@@ -523,42 +523,40 @@ def shards(room):
     return room / "shards"
 
 
-def cut_off(folder):
-    shard = folder / "train" / "tokens-00000.bin"
-    os.truncate(shard, shard.stat().st_size - 2)
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
-def lose(folder):
-    (folder / "train" / "tokens-00000.bin").unlink()
-
-
-def mistype(folder):
-    manifest = folder / "train" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("uint16", "uint32"))
-
-
-def overflow(folder):
-    """Tokens beyond the vocabulary, which the manifest knows nothing of."""
-    shard = folder / "train" / "tokens-00000.bin"
-    shard.write_bytes(b"\xff\x7f" * (shard.stat().st_size // 2))
+@pytest.mark.parametrize("name", ["manifest.json", "tokens-00000.bin"])
+def test_damaged_shards_of_the_user_are_refused(attempt, runs, shards, tmp_path, name):
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    flip(folder / "train" / name)
+    trial = attempt(run=dataclasses.replace(runs["pretrain"], data=(str(folder),), tokenizer="auto"))
+    assert trial.code == 1 and f"{folder / 'train' / name}" in trial.text(), trial.text()
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("task", "names"),
     [
-        (lose, "tokens-00000.bin is missing"),
-        (cut_off, "tokens-00000.bin has .* bytes; the manifest says"),
-        (mistype, "tokens-00000.bin has .* tokens of uint32"),
-        (overflow, "tokens-00000.bin: token 32767 at place .*; allowed: below 300"),
+        ("pretrain", ["tokens/*/tokens-00000.bin", "tokens/*/manifest.json", "tokenizers/*/tokenizer.json"]),
+        ("sft", ["chats/*/samples.bin"]),
     ],
 )
-def test_damaged_shards_are_named(attempt, runs, shards, tmp_path, harm, words):
-    folder = shutil.copytree(shards, tmp_path / "shards")
-    harm(folder)
-    run = dataclasses.replace(runs["pretrain"], data=(str(folder),), tokenizer="auto")
-    for workers in (0, 1):
-        trial = attempt(run=dataclasses.replace(run, workers=workers))
-        assert trial.code == 1 and re.search(words, trial.text()), trial.text()
+def test_a_damaged_cache_is_named_and_made_again(
+    attempt, expected, runs, room, tmp_path, monkeypatch, task, names
+):
+    cache = shutil.copytree(room / "cache", tmp_path / "cache")
+    monkeypatch.setenv("PACELINE_CACHE", str(cache))
+    harmed = [path for name in names for path in cache.glob(name)]
+    for path in harmed:
+        flip(path)
+    trial = attempt(run=runs[task])
+    assert trial.code == 0 and trial.text().count("it is prepared again") >= len(names), trial.text()
+    assert not differences(attempt.folder, expected[task])
+    again = attempt(run=runs[task], folder=tmp_path / "again")
+    assert again.code == 0 and "prepared again" not in again.text()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from paceline.lm.documents import needed_for
-from paceline.lm.files import write_atomically
+from paceline.lm.files import read_json, write_atomically
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -167,13 +167,10 @@ def _read(where: Path) -> Vocabulary:
 
 def _configured_ends(settings: Path) -> Sequence[str]:
     """Return the token that a folder's settings name as the end, or the usual ones."""
-    try:
-        end = json.loads(settings.read_bytes())["eos_token"]
-        return [end if isinstance(end, str) else end["content"]]
-    except (FileNotFoundError, KeyError, TypeError):
-        return _ENDS  # none named
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{settings}: not JSON ({error})") from error
+    end = read_json(settings).get("eos_token") if settings.exists() else None
+    if isinstance(end, dict):
+        end = end.get("content")
+    return [end] if isinstance(end, str) else _ENDS
 
 
 def _byte_level(model: Any) -> "Tokenizer":
