@@ -28,6 +28,7 @@ from tiny import RandomTokens, write_chats, write_model, write_text
 from trials import (
     EVALUATION,
     EVERY,
+    EXPORT,
     SAVE,
     STEP,
     Trial,
@@ -338,6 +339,29 @@ def test_a_disk_that_goes_on_failing_ends_the_run(attempt, expected, call):
 def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(attempt):
     trial = attempt(partial(before, "pathlib:Path.rename", (1,), fail, errno.EBUSY))
     assert trial.code == 0 and "could not remove an old checkpoint: [Errno 16]" in trial.text()
+
+
+@pytest.mark.parametrize("size", [300, 5_000, 100_000])
+def test_a_disk_that_is_full_ends_an_export_with_a_word_and_leaves_nothing(expected, tmp_path, size):
+    words = ["export", str(expected["pretrain"]), str(tmp_path / "model")]
+    full = partial(limit, resource.RLIMIT_FSIZE, size)
+    trial = Trial(tmp_path / "said", command, words, partial(before, EXPORT, (1,), full))
+    assert trial.wait() == 1 and not (tmp_path / "model").exists()
+    assert len(trial.text().splitlines()) == 1 and f"File too large: '{tmp_path}/" in trial.text()
+    assert list(tmp_path.iterdir()) == [tmp_path / "said"]
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_and_nothing_else(expected, tmp_path):
+    words = ["export", str(expected["pretrain"]), str(tmp_path / "model")]
+    killed = partial(after, "paceline.lm.vocabulary:Vocabulary.save", (1,), trials.die)
+    assert Trial(tmp_path / "said", command, words, killed).wait() == -signal.SIGKILL
+    (left,) = tmp_path.glob(".tmp-*")
+    others = [tmp_path / left.name.replace("model", name) for name in ("model-b", "mode")]
+    for other in others:
+        other.mkdir()
+    trial = Trial(tmp_path / "said", command, words)
+    assert trial.wait() == 0, trial.text()
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "model", tmp_path / "said"])
 
 
 # --- F5: damage ---------------------------------------------------------------------------------------

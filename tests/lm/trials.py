@@ -249,6 +249,11 @@ def fail(number):
     raise OSError(number, os.strerror(number))
 
 
+def die(given, result):
+    """As by `kill -9`."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def spoil(given, result):
     """After `_gradient`: a gradient that is not finite, of a loss that is."""
     trainee = given[0]
@@ -324,4 +329,5 @@ def misbehave(watch):
 EVERY = range(1, 2**40)
 STEP = "paceline.lm.loop:_gradient"
 EVALUATION = "paceline.lm.loop:held_out_loss"
+EXPORT = "paceline.lm.pretrained:new_folder"
 SAVE = "paceline.lm.checkpoint:_write_tensors"
