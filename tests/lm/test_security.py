@@ -58,17 +58,8 @@ def trained(room, runs):
 
 # --- X1: nothing that runs what it reads ----------------------------------------------------------------
 
-FORBIDDEN_MODULES = {
-    "pickle",
-    "cPickle",
-    "_pickle",
-    "dill",
-    "cloudpickle",
-    "joblib",
-    "shelve",
-    "marshal",
-    "yaml",
-}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve"}
+FORBIDDEN_MODULES |= {"marshal", "yaml"}
 FORBIDDEN_NAMES = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_CALLS = {"os.system", "os.popen", "numpy.load", "np.load", "runpy.run_path", "tempfile.mktemp"}
 
@@ -258,21 +249,8 @@ def test_a_file_of_a_terabyte_of_nothing_is_not_read(tmp_path):
 
 # --- X4: names --------------------------------------------------------------------------------------------
 
-NAMES = [
-    "",
-    ".",
-    "..",
-    "../x",
-    "a/b",
-    "/etc/passwd",
-    "a\0b",
-    "..\\x",
-    "a\\b",
-    "x" * 300,
-    "~/../x/",
-    "./x",
-    "x/",
-]
+NAMES = ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\0b", "..\\x", "a\\b", "x" * 300, "~/../x/"]
+NAMES += ["./x", "x/"]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
@@ -459,18 +437,8 @@ def test_a_model_that_would_run_code_is_refused(room, runs, tmp_path, harm, task
 
 # --- X7: words on a terminal --------------------------------------------------------------------------------
 
-WORDS = [
-    "\x1b[2J\x1b[31mred",
-    "two\nlines",
-    "bell\a",
-    "back\b\b\b",
-    "\x9b31m",
-    "\u202egnirts",
-    "\r over",
-    "\x1b]0;title\x07",
-    "half \udc80",
-    "nul\x7f",
-]
+WORDS = ["\x1b[2J\x1b[31mred", "two\nlines", "bell\a", "back\b\b\b", "\x9b31m", "\u202egnirts", "\r over"]
+WORDS += ["\x1b]0;title\x07", "half \udc80", "nul\x7f"]
 
 
 def is_plain(text):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import sys
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from paceline.lm import files, shards
-from paceline.lm.batch import load_batches
 from paceline.lm.files import Damaged, locked
 from paceline.lm.manifest import write_manifest
 from paceline.lm.shards import Windows, open_tokens, prepare
@@ -404,9 +402,7 @@ def test_a_shard_of_another_size(folder, size):
         refused(folder, rf"tokens-00001\.bin has {size} bytes; 1000 were written")
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret.bin", "/etc/passwd", "..", ".", "", "a/b", "x\0", "a" * 300, "link.bin", "down"]
-)
+@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "link.bin", "down"])
 def test_nothing_outside_of_the_folder_is_read(folder, name):
     (folder / "link.bin").symlink_to(folder / "../secret.bin")
     (folder / "down").mkdir()
@@ -501,25 +497,3 @@ def test_the_fingerprint_is_that_of_tokens_and_length(folder, tmp_path):
     assert Windows(tokens, 11).fingerprint != fingerprint
     prepared(tmp_path / "other", documents=[*DOCUMENTS[:-1], DOCUMENTS[-1] + "!"])
     assert Windows(open_tokens(tmp_path / "other"), 10).fingerprint != fingerprint
-
-
-def test_pickled_windows_hold_no_tokens_and_read_the_same(folder):
-    windows = Windows(open_tokens(folder), 10)
-    data = pickle.dumps(windows)
-    assert len(data) < len(TOKENS)
-    again = pickle.loads(data)
-    assert torch.equal(again.batch([5, 70]).tokens, windows.batch([5, 70]).tokens)
-
-
-def test_workers_give_the_same_batches(folder):
-    windows = Windows(open_tokens(folder), 10)
-
-    def numbers(step):
-        return np.array([step, 3 * step])
-
-    alone = list(load_batches(windows, numbers, range(2, 9), workers=0, pinned=False))
-    helped = list(load_batches(windows, numbers, range(2, 9), workers=2, pinned=False))
-    assert len(alone) == len(helped) == 7
-    assert all(
-        torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) for a, b in zip(alone, helped)
-    )

@@ -156,7 +156,7 @@ def command(words, *faults):
     for fault in faults:
         fault()
     code = main(words)
-    multiprocessing.util._exit_function()  # as at the end of any process: it waits for readers of data
+    multiprocessing.util._exit_function()  # as at the end of any process
     return code
 
 
@@ -288,14 +288,6 @@ def without_lock():
 def refuse():
     """End instead of building anything."""
     before("paceline.runs.build:build", EVERY, os._exit, 99)
-
-
-def impatient(seconds):
-    """Wait for readers of data for so long only."""
-    from paceline.lm import batch
-
-    loader = batch.DataLoader
-    batch.DataLoader = lambda *args, **settings: loader(*args, **{**settings, "timeout": seconds})
 
 
 def turn_back_the_clock():

@@ -213,9 +213,6 @@ class ChatSamples:
         self.vocabulary: int = manifest["vocabulary"]
         self._rows = np.memmap(self._path, dtype=_INT32, mode="r", shape=(len(self), 3, self.length))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ChatSamples, (self._path.parent, self.manifest)  # a worker process maps the file itself
-
     @property
     def fingerprint(self) -> str:
         """The sha256 of the samples; it does not depend on their source."""

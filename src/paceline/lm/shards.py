@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from paceline.lm.manifest import (
     unless_damaged,
     write_manifest,
 )
+from paceline.lm.vocabulary import Vocabulary
 
 _PROGRESS = "progress.json"
 _FIELDS = {"dtype": str, "vocabulary": int, "tokenizer": str, "documents": int, "tokens": int}
@@ -42,18 +43,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dty
 _BATCH = 2**20  # characters tokenized in one call: enough for all cores, some 100 MB of memory
 
 Array = NDArray[np.unsignedinteger[Any]]
-
-
-class Encodes(Protocol):
-    """The part of a vocabulary that `prepare` needs."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def end_of_text(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
 @final
@@ -90,7 +79,7 @@ class Tokens:
 
 def prepare(
     documents: Iterable[str],
-    vocabulary: Encodes,
+    vocabulary: Vocabulary,
     folder: Path,
     *,
     source: Mapping[str, Any],
@@ -167,7 +156,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encoded(batch: list[str], vocabulary: Encodes, dtype: np.dtype[Any]) -> Array:
+def _encoded(batch: list[str], vocabulary: Vocabulary, dtype: np.dtype[Any]) -> Array:
     """Return the tokens of all documents, each followed by the end-of-text token."""
     ids: list[int] = []
     for found in vocabulary.encode(batch):
@@ -299,9 +288,6 @@ class Windows:
         self.fingerprint = hashlib.sha256(f"{tokens.fingerprint} {length}".encode()).hexdigest()
         self._shards = [_mapped(tokens.folder / name, _DTYPES[tokens.dtype]) for name in tokens.files]
         self._ends = np.cumsum(tokens.counts)
-
-    def __reduce__(self) -> tuple[type["Windows"], tuple[Tokens, int]]:
-        return Windows, (self._tokens, self.length)  # a worker process maps the files again
 
     def __len__(self) -> int:
         return (self._tokens.count - 1) // self.length

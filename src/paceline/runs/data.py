@@ -281,10 +281,7 @@ def held_out_chats(
 
 
 def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:
-    sources = [
-        open_hub(name, field="messages") if name.startswith("hf:") else Path(name).expanduser()
-        for name in names
-    ]
+    sources = [open_hub(name) if name.startswith("hf:") else Path(name).expanduser() for name in names]
     described = [sha256_of(source) if isinstance(source, Path) else source.describe() for source in sources]
     about = {"files": described, "part": part}
     folder = cache_folder() / "chats" / _key(form.fingerprint, length, about)
