@@ -20,13 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _END = "<|endoftext|>"
-_ENDS: Sequence[str] = (
-    _END,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-)  # by preference, if none is configured
+# By preference, if none is configured.
+_ENDS: Sequence[str] = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 # The files of a folder, by preference: all of it, or GPT-2's two under the names of OpenAI and transformers.
 _FILES = (("tokenizer.json",), ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _BYTES = 256
