@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import sys
-import time
 from itertools import count
 from pathlib import Path
 
@@ -241,10 +240,6 @@ def prepare_here(folder, documents):
     prepare(documents, Letters(), folder, source=SOURCE, shard_tokens=300, save_tokens=200)
 
 
-def prepare_received(folder, connection):
-    prepare_here(folder, iter(connection.recv, None))
-
-
 def killed_at(folder, point):
     """Prepare in a process that kills itself when it touches the folder for the point-th time."""
     touched = count()
@@ -283,25 +278,6 @@ def test_killed_at_every_touch_of_the_disk(tmp_path):
     # The later the kill, the less is left to do: no save ever takes back an earlier one.
     assert redone == sorted(redone, reverse=True) and redone[0] == 12 and redone[-1] == 0
     assert len(set(redone)) >= 4
-
-
-@pytest.mark.slow
-def test_killed_again_and_again_at_random_moments(tmp_path):
-    draw = random.Random(os.urandom(8))
-    for attempt in range(4):
-        folder = tmp_path / str(attempt)
-        for _ in range(12):
-            here, there = PROCESSES.Pipe()
-            child = PROCESSES.Process(target=prepare_received, args=(folder, there))
-            child.start()
-            for document in DOCUMENTS[: draw.randint(1, 11)]:  # never the last: it cannot come to an end
-                here.send(document)
-            time.sleep(draw.uniform(0, 0.1))
-            child.kill()
-            child.join()
-            assert child.exitcode == -signal.SIGKILL
-        whole, resumed = whole_and_resumed(tmp_path, folder)
-        assert resumed == whole
 
 
 # --- Opening --------------------------------------------------------------------------------------
