@@ -107,15 +107,7 @@ def prepare(
     """
     if shard_tokens < 1 or save_tokens < 1:
         raise ValueError(f"Invalid {shard_tokens=}, {save_tokens=}; allowed: 1 or more")
-    dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
-    settings = {
-        "dtype": dtype,
-        "vocabulary": vocabulary.size,
-        "end_of_text": vocabulary.end_of_text,
-        "tokenizer": vocabulary.fingerprint,
-        "source": json.loads(json.dumps(source)),
-        "shard_tokens": shard_tokens,
-    }
+    settings = _settings(vocabulary, source, shard_tokens)
     folder = Path(folder).absolute()
     with locked(folder):
         remove_temporary(folder)
@@ -127,12 +119,24 @@ def prepare(
                 path.unlink(missing_ok=True)
         writer = found or _Writer(folder, settings)
         for batch in _batches(islice(documents, writer.documents, None)):
-            writer.write(_encoded(batch, vocabulary, _DTYPES[dtype]), documents=len(batch))
+            writer.write(_encoded(batch, vocabulary, writer.dtype), documents=len(batch))
             progress(writer.documents, writer.tokens)
             if writer.tokens - writer.saved >= save_tokens:
                 writer.save()
         writer.finish()
     return open_tokens(folder, tell=tell)
+
+
+def _settings(vocabulary: Vocabulary, source: Mapping[str, Any], shard_tokens: int) -> dict[str, Any]:
+    """Return what decides the tokens of a folder."""
+    return {
+        "dtype": "uint16" if vocabulary.size <= 2**16 else "uint32",
+        "vocabulary": vocabulary.size,
+        "end_of_text": vocabulary.end_of_text,
+        "tokenizer": vocabulary.fingerprint,
+        "source": json.loads(json.dumps(source)),
+        "shard_tokens": shard_tokens,
+    }
 
 
 def _begun(folder: Path, settings: dict[str, Any], tell: Tell) -> "Tokens | _Writer":
@@ -173,7 +177,7 @@ class _Writer:
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder, self.settings = folder, settings
-        self.itemsize, self.shard_tokens = _DTYPES[settings["dtype"]].itemsize, settings["shard_tokens"]
+        self.dtype, self.shard_tokens = _DTYPES[settings["dtype"]], settings["shard_tokens"]
         self.documents = self.tokens = self.saved = 0
         self.files: dict[str, Any] = {}  # as they were saved; the last one may not be full
         if (folder / _PROGRESS).exists():
