@@ -134,25 +134,6 @@ def test_a_padded_vocabulary_changes_nothing():
     torch.testing.assert_close(to_transformers(padded)(tokens).logits, plain(tokens), atol=1e-6, rtol=1e-6)
 
 
-def test_without_biases():
-    shape = GPTShape(vocabulary=61, length=12, width=32, layers=3, heads=4, bias=False)
-    model = make(shape)
-    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
-    tokens = some_tokens()
-    torch.testing.assert_close(to_transformers(model)(tokens).logits, model(tokens), atol=1e-5, rtol=1e-5)
-
-
-def test_without_biases_there_are_none_and_the_export_agrees():
-    shape = replace(SHAPE, bias=False)
-    torch.manual_seed(0)
-    model = GPT(shape)
-    assert not any("bias" in name for name, _ in model.named_parameters())
-    assert shape.parameters == sum(p.numel() for p in model.parameters()) < SHAPE.parameters
-    tokens = some_tokens()
-    torch.testing.assert_close(to_transformers(model)(tokens).logits, model(tokens), atol=1e-6, rtol=1e-6)
-
-
 # --- Packed examples ------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from paceline.lm.batch import IGNORED, Batch, numbers_at
 from paceline.lm.evaluate import NotFiniteError, held_out_loss
 from paceline.lm.gpt import GPT, GPTShape
 from paceline.lm.loop import Evaluation, Plan, Progress, Step, Trainee, train
+from paceline.lm.parallel import ALONE
 
 SHAPE = GPTShape(vocabulary=50, length=16, width=32, layers=2, heads=2)
 PLAN = Plan(steps=12, batch_size=6, micro_batch_size=6, seed=3, evaluate_every=5)
@@ -161,18 +162,6 @@ def test_it_goes_on_from_wherever_it_stopped(stop_at):
     assert_same(weights_of(whole), weights_of(parts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_change_nothing(workers):
-    shape = dataclasses.replace(SHAPE, dropout=0.2)
-    plain, read_ahead = trainee_of(shape=shape), trainee_of(shape=shape)
-    torch.manual_seed(1)
-    a = records_of(plain)
-    torch.manual_seed(1)
-    b = records_of(read_ahead, dataclasses.replace(PLAN, workers=workers))
-    assert a == b
-
-
 class Spoils(nn.Module):
     """A model whose loss or gradient is not finite whenever asked."""
 
@@ -264,7 +253,7 @@ def test_a_batch_splits_and_counts():
         torch.arange(10).view(5, 2), torch.full((5, 2), IGNORED), torch.zeros(5, 2, dtype=torch.long)
     )
     batch.targets[3, 1] = 1
-    parts = batch.split(2)
+    parts = ALONE.parts(batch, 2)
     assert [len(part.tokens) for part in parts] == [2, 2, 1]
     assert [part.target_count() for part in parts] == [0, 1, 0] and batch.target_count() == 1
     assert torch.equal(torch.cat([part.positions for part in parts]), batch.positions)

@@ -20,22 +20,11 @@ from paceline.lm import checkpoint
 from paceline.lm.batch import Batch
 from paceline.lm.parallel import ALONE, Ranks, joined
 
-SETTINGS = (
-    *(
-        "--model",
-        "gpt:0.3m",
-        "--tokenizer",
-        "bpe:300",
-        "--length",
-        "16",
-        "--batch-size",
-        "5",
-        "--steps",
-        "12",
-    ),
-    *("--evaluate-every", "4", "--checkpoint-every", "1", "--warmup", "2", "--device", "cpu"),
-    *("--method", "pace:c=0.3,every=3,return_power=0.8"),
+WORDS = (
+    "--model gpt:0.3m --tokenizer bpe:300 --length 16 --batch-size 5 --steps 12 --evaluate-every 4 "
+    "--checkpoint-every 1 --warmup 2 --device cpu --method pace:c=0.3,every=3,return_power=0.8"
 )
+SETTINGS = WORDS.split()
 
 
 def codes(trials, seconds=120):
@@ -230,17 +219,8 @@ def test_a_run_goes_on_on_any_number_of_ranks(tmp_path, words, capsys, how, size
 @pytest.mark.slow
 def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path, words):
     words, alone = words
-    said = train(
-        tmp_path,
-        2,
-        words,
-        "--parallel",
-        "fsdp2",
-        work=crew.signalled,
-        expected=143,
-        step=4,
-        number=signal.SIGTERM,
-    )
+    signalled = {"work": crew.signalled, "expected": 143, "step": 4, "number": signal.SIGTERM}
+    said = train(tmp_path, 2, words, "--parallel", "fsdp2", **signalled)
     run = tmp_path / "run"
     assert [step for step, _ in checkpoint.all_of(run / "checkpoints")][-1] == 4
     assert "stopped by SIGTERM after step 4, and saved" in said[0] and said[1] == ""

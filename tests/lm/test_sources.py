@@ -25,14 +25,14 @@ def zstd(data):
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
 
 
-def documents(path, **settings):
-    return list(open_source(path, **settings).documents())
+def documents(path):
+    return list(open_source(path).documents())
 
 
-def refused(path, error=ValueError, **settings):
+def refused(path, error=ValueError):
     """The message, which must name the file."""
     with pytest.raises(error) as raised:
-        documents(path, **settings)
+        documents(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
     return str(raised.value)
@@ -87,7 +87,6 @@ def test_rows_of_parquet_in_order_over_row_groups(tmp_path):
     table = pyarrow.table({"id": list(range(1000)), "text": texts, "body": texts[::-1]})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300)
     assert documents(tmp_path / "a.parquet") == texts
-    assert documents(tmp_path / "a.parquet", field="body") == texts[::-1]
 
 
 def test_blank_documents_are_left_out(tmp_path):
@@ -126,7 +125,7 @@ def test_describe_tells_content_and_names_but_not_the_place(tmp_path):
         (tmp_path / folder / "a.txt").write_text("abc")
     description = open_source(tmp_path / "one").describe()
     digest = hashlib.sha256(b"abc").hexdigest()
-    assert description == {"files": [{"name": "a.txt", "bytes": 3, "sha256": digest}], "field": "text"}
+    assert description == {"files": [{"name": "a.txt", "bytes": 3, "sha256": digest}]}
     assert description == open_source(tmp_path / "two").describe() == json.loads(json.dumps(description))
     (tmp_path / "two/a.txt").write_text("abd")
     assert description != open_source(tmp_path / "two").describe()
@@ -263,7 +262,7 @@ def test_a_dataset_of_the_hub_is_streamed_at_one_commit(hub, where, name, config
         (name, revision),
         (name, config, {"split": "train", "streaming": True, "revision": "c0ffee"}),
     ]
-    assert source.describe() == {"hub": name, "config": config, "revision": "c0ffee", "field": "text"}
+    assert source.describe() == {"hub": name, "config": config, "revision": "c0ffee"}
 
 
 @pytest.mark.parametrize("where", ["hf:", "hf:a/b/c/d", "hf:../x", "hf:a//b", "hf:/etc", "hf:a b"])

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +27,7 @@ from tiny import RandomTokens, write_chats, write_model, write_text
 from trials import (
     EVALUATION,
     EVERY,
+    EXPORT,
     SAVE,
     STEP,
     Trial,
@@ -230,21 +230,6 @@ def test_a_signal_that_comes_twice_at_once_is_one(attempt):
     assert newest_of(attempt.folder) == 3
 
 
-def test_a_signal_to_the_whole_group_spares_the_readers_of_data(attempt, expected, runs):
-    """As Ctrl-C and systemd send it. A worker that dies first would end the run before it is saved."""
-    run = dataclasses.replace(runs["pretrain"], workers=1)
-    slow = partial(before, STEP, EVERY, time.sleep, 0.1)
-    trial = attempt(slow, run=run, wait=False)
-    trial.until(lambda: (attempt.folder / "checkpoints" / "step-00000002").exists())
-    os.killpg(trial.pid, signal.SIGTERM)
-    assert trial.wait() == 143, trial.text()
-    assert attempt().code == 0  # without workers: a setting that may change
-    found = differences(attempt.folder, expected["pretrain"])
-    assert found == ["records.jsonl"]  # whose first line has the settings
-    ours, theirs = (list(read(f / "records.jsonl"))[1:] for f in (attempt.folder, expected["pretrain"]))
-    assert ours == theirs
-
-
 # --- F4: disks --------------------------------------------------------------------------------------
 
 
@@ -340,6 +325,29 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(attempt):
     assert trial.code == 0 and "could not remove an old checkpoint: [Errno 16]" in trial.text()
 
 
+@pytest.mark.parametrize("size", [300, 5_000, 100_000])
+def test_a_disk_that_is_full_ends_an_export_with_a_word_and_leaves_nothing(expected, tmp_path, size):
+    words = ["export", str(expected["pretrain"]), str(tmp_path / "model")]
+    full = partial(limit, resource.RLIMIT_FSIZE, size)
+    trial = Trial(tmp_path / "said", command, words, partial(before, EXPORT, (1,), full))
+    assert trial.wait() == 1 and not (tmp_path / "model").exists()
+    assert len(trial.text().splitlines()) == 1 and f"File too large: '{tmp_path}/" in trial.text()
+    assert list(tmp_path.iterdir()) == [tmp_path / "said"]
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_and_nothing_else(expected, tmp_path):
+    words = ["export", str(expected["pretrain"]), str(tmp_path / "model")]
+    killed = partial(after, "paceline.lm.vocabulary:Vocabulary.save", (1,), trials.die)
+    assert Trial(tmp_path / "said", command, words, killed).wait() == -signal.SIGKILL
+    (left,) = tmp_path.glob(".tmp-*")
+    others = [tmp_path / left.name.replace("model", name) for name in ("model-b", "mode")]
+    for other in others:
+        other.mkdir()
+    trial = Trial(tmp_path / "said", command, words)
+    assert trial.wait() == 0, trial.text()
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "model", tmp_path / "said"])
+
+
 # --- F5: damage ---------------------------------------------------------------------------------------
 
 
@@ -408,7 +416,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(attempt, expected,
     (newest / "live.safetensors").write_bytes(data)
     for words in (["eval", str(newest)], ["eval", str(attempt.folder)], ["export", str(newest), "x"]):
         trial = Trial(attempt.folder.parent / "said", command, words)
-        assert trial.wait() == 1 and f"{newest} is damaged: the content of live" in trial.text()
+        assert trial.wait() == 1 and "/live.safetensors is not what" in trial.text()
     trial = attempt(run=run)
     assert trial.code == 0 and f"{newest} is damaged" in trial.text() and "an earlier one" in trial.text()
     final = "checkpoints/step-00000006/live.safetensors"
@@ -431,10 +439,10 @@ def test_a_damaged_checkpoint_does_not_count_among_those_to_keep(attempt, runs):
 def test_if_no_checkpoint_is_whole_the_run_does_not_begin_anew_by_itself(attempt):
     assert attempt(partial(before, STEP, (3,), send, signal.SIGTERM)).code == 143
     (only,) = (attempt.folder / "checkpoints").iterdir()
-    (only / "manifest.json").write_text('{"format": 2}')
+    (only / "manifest.json").write_text('{"format": 1}')
     records = (attempt.folder / "records.jsonl").read_bytes()
     trial = attempt()
-    assert trial.code == 1 and "its format is 2" in trial.text() and "there is no other" in trial.text()
+    assert trial.code == 1 and "format 1; allowed: 2" in trial.text() and "there is no other" in trial.text()
     assert (attempt.folder / "records.jsonl").read_bytes() == records
 
 
@@ -523,42 +531,40 @@ def shards(room):
     return room / "shards"
 
 
-def cut_off(folder):
-    shard = folder / "train" / "tokens-00000.bin"
-    os.truncate(shard, shard.stat().st_size - 2)
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
-def lose(folder):
-    (folder / "train" / "tokens-00000.bin").unlink()
-
-
-def mistype(folder):
-    manifest = folder / "train" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("uint16", "uint32"))
-
-
-def overflow(folder):
-    """Tokens beyond the vocabulary, which the manifest knows nothing of."""
-    shard = folder / "train" / "tokens-00000.bin"
-    shard.write_bytes(b"\xff\x7f" * (shard.stat().st_size // 2))
+@pytest.mark.parametrize("name", ["manifest.json", "tokens-00000.bin"])
+def test_damaged_shards_of_the_user_are_refused(attempt, runs, shards, tmp_path, name):
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    flip(folder / "train" / name)
+    trial = attempt(run=dataclasses.replace(runs["pretrain"], data=(str(folder),), tokenizer="auto"))
+    assert trial.code == 1 and f"{folder / 'train' / name}" in trial.text(), trial.text()
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("task", "names"),
     [
-        (lose, "tokens-00000.bin is missing"),
-        (cut_off, "tokens-00000.bin has .* bytes; the manifest says"),
-        (mistype, "tokens-00000.bin has .* tokens of uint32"),
-        (overflow, "tokens-00000.bin: token 32767 at place .*; allowed: below 300"),
+        ("pretrain", ["tokens/*/tokens-00000.bin", "tokens/*/manifest.json", "tokenizers/*/tokenizer.json"]),
+        ("sft", ["chats/*/samples.bin"]),
     ],
 )
-def test_damaged_shards_are_named(attempt, runs, shards, tmp_path, harm, words):
-    folder = shutil.copytree(shards, tmp_path / "shards")
-    harm(folder)
-    run = dataclasses.replace(runs["pretrain"], data=(str(folder),), tokenizer="auto")
-    for workers in (0, 1):
-        trial = attempt(run=dataclasses.replace(run, workers=workers))
-        assert trial.code == 1 and re.search(words, trial.text()), trial.text()
+def test_a_damaged_cache_is_named_and_made_again(
+    attempt, expected, runs, room, tmp_path, monkeypatch, task, names
+):
+    cache = shutil.copytree(room / "cache", tmp_path / "cache")
+    monkeypatch.setenv("PACELINE_CACHE", str(cache))
+    harmed = [path for name in names for path in cache.glob(name)]
+    for path in harmed:
+        flip(path)
+    trial = attempt(run=runs[task])
+    assert trial.code == 0 and trial.text().count("it is prepared again") >= len(names), trial.text()
+    assert not differences(attempt.folder, expected[task])
+    again = attempt(run=runs[task], folder=tmp_path / "again")
+    assert again.code == 0 and "prepared again" not in again.text()
 
 
 @pytest.mark.parametrize(
@@ -576,33 +582,6 @@ def test_damaged_documents_are_named(attempt, runs, tmp_path, name, content, wor
     (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     trial = attempt(run=dataclasses.replace(runs["pretrain"], data=(str(tmp_path / name),)))
     assert trial.code in (1, 2) and re.search(words, trial.text()), trial.text()
-
-
-def test_a_killed_reader_of_data_ends_the_run_and_it_goes_on(attempt, expected, runs):
-    run = dataclasses.replace(runs["pretrain"], workers=2)
-    trial = attempt(partial(before, STEP, EVERY, time.sleep, 0.1), run=run, wait=False)
-    trial.until(lambda: (attempt.folder / "checkpoints" / "step-00000002").exists())
-    children = Path(f"/proc/{trial.pid}/task/{trial.pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
-    # torch raises its error wherever the trainer is at that moment, in one of several wordings.
-    assert trial.wait() == 1, trial.text()
-    assert re.search("DataLoader worker|a worker process that reads data failed", trial.text()), trial.text()
-    assert attempt(run=run).code == 0
-    ours, theirs = (list(read(f / "records.jsonl"))[1:] for f in (attempt.folder, expected["pretrain"]))
-    assert ours == theirs
-
-
-def test_a_source_that_hangs_does_not_hang_the_run(attempt, runs):
-    run = dataclasses.replace(runs["pretrain"], workers=1)
-    began = time.monotonic()
-    trial = attempt(
-        partial(before, "paceline.lm.shards:Windows.batch", (3,), time.sleep, 600),
-        partial(trials.impatient, 1.0),
-        run=run,
-    )
-    assert trial.code == 1
-    assert "a worker process that reads data failed: DataLoader timed out after 1" in trial.text()
-    assert time.monotonic() - began < 45
 
 
 # --- F9: other settings -----------------------------------------------------------------------------
@@ -663,7 +642,7 @@ def test_data_of_the_same_name_and_other_content_are_refused(attempt, runs, tmp_
 def test_settings_that_may_change_do(attempt, begun, runs):
     shutil.copytree(begun, attempt.folder)
     run = dataclasses.replace(
-        runs["pretrain"], steps=8, evaluate_every=2, checkpoint_every=3, keep=3, workers=1, skip_nonfinite=1
+        runs["pretrain"], steps=8, evaluate_every=2, checkpoint_every=3, keep=3, skip_nonfinite=1
     )
     assert attempt(run=run).code == 0
     assert newest_of(attempt.folder) == 8
@@ -690,8 +669,8 @@ def test_too_little_memory_is_explained_and_harms_nothing(attempt, runs, tmp_pat
 
 
 def test_a_second_trainer_is_refused_and_one_that_died_is_succeeded(attempt, expected, runs, tmp_path):
-    run = dataclasses.replace(runs["pretrain"], workers=1)
-    first = attempt(partial(before, STEP, EVERY, time.sleep, 0.2), run=run, wait=False)
+    run = runs["pretrain"]
+    first = attempt(partial(before, STEP, EVERY, time.sleep, 0.2), wait=False)
     first.until(lambda: (attempt.folder / "checkpoints" / "step-00000002").exists())
     second = Trial(tmp_path / "second", command, words_of(run, attempt.folder))
     assert second.wait() == 1
@@ -702,9 +681,8 @@ def test_a_second_trainer_is_refused_and_one_that_died_is_succeeded(attempt, exp
     assert twin.wait() == 99  # without the lock it would have begun
     os.kill(first.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
-    assert attempt(run=run).code == 0  # at once: its readers of data do not hold the lock
-    ours, theirs = (list(read(f / "records.jsonl"))[1:] for f in (attempt.folder, expected["pretrain"]))
-    assert ours == theirs
+    assert attempt().code == 0
+    assert not differences(attempt.folder, expected["pretrain"])
 
 
 # --- F13: clocks and folders --------------------------------------------------------------------------
@@ -748,50 +726,10 @@ def test_two_runs_of_one_description_are_one(attempt, expected, runs):
 
 
 GOLDEN = {
-    "adamw": (
-        3.915995,
-        3.832223,
-        3.761124,
-        3.629237,
-        3.587883,
-        3.531739,
-        3.404532,
-        3.24703,
-        3.174608,
-        2.942602,
-        2.926151,
-        2.523298,
-        2.583434,
-        2.585507,
-        2.439413,
-        2.151455,
-        2.107542,
-        2.000715,
-        2.193222,
-        2.085874,
-    ),
-    "pace": (
-        3.915995,
-        3.832223,
-        3.761269,
-        3.629033,
-        3.582689,
-        3.522452,
-        3.393985,
-        3.241124,
-        3.159328,
-        2.923682,
-        2.921668,
-        2.5135,
-        2.582867,
-        2.581901,
-        2.425883,
-        2.141987,
-        2.107894,
-        2.011834,
-        2.178797,
-        2.069597,
-    ),
+    "adamw": "3.9160 3.8322 3.7611 3.6292 3.5879 3.5317 3.4045 3.2470 3.1746 2.9426 "
+    "2.9262 2.5233 2.5834 2.5855 2.4394 2.1515 2.1075 2.0007 2.1932 2.0859",
+    "pace": "3.9160 3.8322 3.7613 3.6290 3.5827 3.5225 3.3940 3.2411 3.1593 2.9237 "
+    "2.9217 2.5135 2.5829 2.5819 2.4259 2.1420 2.1079 2.0118 2.1788 2.0696",
 }
 
 
@@ -801,4 +739,4 @@ def test_losses_are_those_that_were_recorded(name):
     trainee = trainee_of(partial(make, lr=1e-2))
     plan = dataclasses.replace(PLAN, steps=20)
     losses = [record.loss for record in records_of(trainee, plan) if isinstance(record, Step)]
-    assert tuple(losses) == pytest.approx(GOLDEN[name], abs=5e-5)
+    assert losses == pytest.approx([float(loss) for loss in GOLDEN[name].split()], abs=1e-4)

@@ -94,11 +94,8 @@ def test_saved_and_opened(trained, tmp_path):
     for where in (tmp_path / "a", str(tmp_path / "a"), tmp_path / "a/tokenizer.json"):
         again = open_vocabulary(where)
         assert again.encode(TRICKY) == trained.encode(TRICKY)
-        assert (again.size, again.end_of_text, again.fingerprint) == (
-            300,
-            trained.end_of_text,
-            trained.fingerprint,
-        )
+        assert (again.size, again.end_of_text) == (300, trained.end_of_text)
+        assert again.fingerprint == trained.fingerprint
 
 
 @pytest.mark.parametrize("names", [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")])
@@ -136,7 +133,7 @@ def test_the_end_is_the_one_the_folder_names(trained, tmp_path):
     with pytest.raises(ValueError, match=r"no token that ends a text; looked for no such token"):
         open_vocabulary(tmp_path)
     settings.write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json, line 1, column 2: this is no JSON"):
         open_vocabulary(tmp_path)
 
 

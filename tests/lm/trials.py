@@ -156,7 +156,7 @@ def command(words, *faults):
     for fault in faults:
         fault()
     code = main(words)
-    multiprocessing.util._exit_function()  # as at the end of any process: it waits for readers of data
+    multiprocessing.util._exit_function()  # as at the end of any process
     return code
 
 
@@ -249,6 +249,11 @@ def fail(number):
     raise OSError(number, os.strerror(number))
 
 
+def die(given, result):
+    """As by `kill -9`."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def spoil(given, result):
     """After `_gradient`: a gradient that is not finite, of a loss that is."""
     trainee = given[0]
@@ -285,14 +290,6 @@ def refuse():
     before("paceline.runs.build:build", EVERY, os._exit, 99)
 
 
-def impatient(seconds):
-    """Wait for readers of data for so long only."""
-    from paceline.lm import batch
-
-    loader = batch.DataLoader
-    batch.DataLoader = lambda *args, **settings: loader(*args, **{**settings, "timeout": seconds})
-
-
 def turn_back_the_clock():
     """The time of day goes back by an hour whenever it is asked for."""
     now = itertools.count(int(time.time()), -3600)
@@ -324,4 +321,5 @@ def misbehave(watch):
 EVERY = range(1, 2**40)
 STEP = "paceline.lm.loop:_gradient"
 EVALUATION = "paceline.lm.loop:held_out_loss"
+EXPORT = "paceline.lm.pretrained:new_folder"
 SAVE = "paceline.lm.checkpoint:_write_tensors"

@@ -1,22 +1,16 @@
 """Samples to train on, their order, and batches of them."""
 
 import hashlib
-import os
-import signal
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from multiprocessing.sharedctypes import RawValue
-from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 IGNORED = -100  # a target that takes no part in the loss
 
@@ -37,11 +31,6 @@ class Batch(NamedTuple):
     def pinned(self) -> "Batch":
         """Return a copy in pinned memory, from which a GPU copies without the CPU."""
         return self._each(Tensor.pin_memory)
-
-    def split(self, size: int) -> "list[Batch]":
-        """Return parts of `size` samples; the last may be smaller."""
-        places = range(0, len(self.tokens), size)
-        return [self._each(lambda part, at=at: part[at : at + size]) for at in places]  # type: ignore[misc]
 
     def at(self, places: range) -> "Batch":
         """Return the samples in these rows."""
@@ -148,18 +137,8 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 # --- Loading --------------------------------------------------------------------------------------
 
 
-class _Batches(torch.utils.data.Dataset[Batch]):
-    """The batches of a run, indexed by step."""
-
-    def __init__(self, samples: Samples, numbers: Callable[[int], Numbers]) -> None:
-        self.samples, self.numbers = samples, numbers
-
-    def __getitem__(self, step: int) -> Batch:
-        return self.samples.batch(self.numbers(step))
-
-
 def load_batches(
-    samples: Samples, numbers: Callable[[int], Numbers], steps: range, *, workers: int, pinned: bool
+    samples: Samples, numbers: Callable[[int], Numbers], steps: range, *, pinned: bool
 ) -> Iterator[Batch]:
     """Yield the batches of these steps, in order.
 
@@ -167,53 +146,19 @@ def load_batches(
         samples: what batches are made of.
         numbers: returns the sample numbers of a step.
         steps: the steps to read.
-        workers: processes that read ahead; 0: none.
-        pinned: return batches in pinned memory. Without workers, a thread reads one batch ahead.
+        pinned: return batches in pinned memory, and read one batch ahead while the GPU works.
     """
-    batches = _Batches(samples, numbers)
-    if workers:
-        ending = RawValue("b", 0)
-        try:
-            yield from DataLoader(
-                batches,
-                batch_size=None,
-                sampler=steps,
-                num_workers=workers,
-                pin_memory=pinned,
-                timeout=60,
-                generator=torch.Generator(),  # the default one belongs to dropout
-                worker_init_fn=partial(_ignore_signals, ending),
-            )
-        except Exception as error:
-            why = (str(error).strip() or repr(error)).splitlines()[-1]  # after a worker's traceback
-            raise RuntimeError(f"a worker process that reads data failed: {why}") from error
-        finally:
-            ending.value = 1
-        return
     if not pinned:
-        yield from (batches[step] for step in steps)
+        yield from (samples.batch(numbers(step)) for step in steps)
         return
-    # A thread reads the next batch while the GPU works on this one.
     with ThreadPoolExecutor(1) as reader:
         ahead: deque[Future[Batch]] = deque()
         for step in steps:
-            ahead.append(reader.submit(lambda step=step: batches[step].pinned()))  # type: ignore[misc]
+            ahead.append(reader.submit(lambda step=step: samples.batch(numbers(step)).pinned()))  # type: ignore[misc]
             if len(ahead) == 2:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
-
-
-def _ignore_signals(ending: Any, worker: int) -> None:
-    """Keep a worker alive when a signal stops its process group, until `ending` is set."""
-    # The run finishes its step before it is saved, and needs its worker for that.
-
-    def take(number: int, frame: FrameType | None) -> None:
-        if ending.value:
-            os._exit(0)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, take)
 
 
 class First:

@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    folder/  manifest.json    source, settings, report, and the sha256 of the samples
+    folder/  manifest.json    source, settings, report, size and sha256 of the samples
              samples.bin      raw little-endian int32; three rows for each sample: tokens, their positions in
                               their conversations, and 1 where a token is the assistant's
 """
@@ -22,9 +22,20 @@ from numpy.typing import NDArray
 
 from paceline.lm.batch import IGNORED, Batch, Numbers
 from paceline.lm.chat import ChatFormat, Rendered, messages_of
-from paceline.lm.files import new_folder, plain_file, sha256_of, write_atomically
+from paceline.lm.files import Damaged, check_fields, describe, naming, new_folder
+from paceline.lm.manifest import (
+    MANIFEST,
+    Tell,
+    check_files,
+    read_manifest,
+    refuse_other,
+    silent,
+    unless_damaged,
+    write_manifest,
+)
 
-FORMAT = 1
+_SAMPLES = "samples.bin"
+_FIELDS = {"length": int, "vocabulary": int, "report": dict}
 _BATCH = 512  # conversations tokenized in one call: enough for all cores
 _INT32 = np.dtype("<i4")
 
@@ -103,7 +114,9 @@ def prepare_chat(
     *,
     source: Mapping[str, Any],
     length: int,
+    is_cache: bool = False,
     progress: Callable[[int, int], None] = lambda conversations, tokens: None,
+    tell: Tell = silent,
 ) -> "ChatSamples":
     """Render, tokenize and pack conversations into a folder, or open the folder if that is done.
 
@@ -116,24 +129,26 @@ def prepare_chat(
         folder: appears when it is complete; one with other content is refused.
         source: where the rows come from, as JSON; an existing folder must have the same.
         length: tokens of a sample.
+        is_cache: prepare a damaged folder again, instead of refusing it.
         progress: called with the numbers of conversations and tokens so far.
+        tell: called with lines about damage, and about a check that takes long.
     """
     if length < 2:
         raise ValueError(f"Invalid length of a sample: {length!r}; allowed: 2 or more")
     settings = {"length": length, "chat_format": form.fingerprint, "source": json.loads(json.dumps(source))}
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        samples = open_chat(folder)
-        if other := [key for key, value in settings.items() if samples.manifest.get(key) != value]:
-            raise ValueError(f"{folder} was made with another {', '.join(other)}; choose another folder")
-        return samples
+        samples = unless_damaged(lambda: open_chat(folder, tell=tell), tell, is_cache=is_cache)
+        if samples is not None:
+            refuse_other(settings, samples.manifest, folder)
+            return samples
     with new_folder(folder) as made:
-        path = made / "samples.bin"
-        report = _write_samples(rows, form, path, length, progress)
-        content = {"format": FORMAT, **settings, "vocabulary": form.vocabulary, "sha256": sha256_of(path)}
-        content["report"] = asdict(report)
-        write_atomically(made / "manifest.json", json.dumps(content, indent=1).encode())
-    return open_chat(folder)
+        path = made / _SAMPLES
+        with naming(path):
+            report = _write_samples(rows, form, path, length, progress)
+        content = {**settings, "vocabulary": form.vocabulary, "report": asdict(report)}
+        write_manifest(made / MANIFEST, {**content, "files": describe([path])})
+    return open_chat(folder, tell=tell)
 
 
 def _write_samples(
@@ -191,20 +206,17 @@ class ChatSamples:
     Padding has token 0 and position 0 at every place. So it attends only to itself, and it has no target.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.manifest, self._path = manifest, path
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.manifest, self._path = manifest, folder / _SAMPLES
         self.report = ChatReport(**manifest["report"])
         self.length: int = manifest["length"]
         self.vocabulary: int = manifest["vocabulary"]
-        self._rows = np.memmap(path, dtype=_INT32, mode="r", shape=(len(self), 3, self.length))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ChatSamples, (self._path, self.manifest)  # a worker process maps the file itself
+        self._rows = np.memmap(self._path, dtype=_INT32, mode="r", shape=(len(self), 3, self.length))
 
     @property
     def fingerprint(self) -> str:
         """The sha256 of the samples; it does not depend on their source."""
-        content = [self.length, self.vocabulary, self.manifest["sha256"]]
+        content = [self.length, self.vocabulary, self.manifest["files"][_SAMPLES]["sha256"]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -227,25 +239,23 @@ class ChatSamples:
         return Batch(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (tokens, targets, positions)))
 
 
-def open_chat(folder: Path, *, verify: bool = False) -> ChatSamples:
-    """Open prepared conversations, after a check of their manifest and the size of their file.
+def open_chat(folder: Path, *, tell: Tell = silent, verify: bool = False) -> ChatSamples:
+    """Open prepared conversations, after a check of their manifest and, at the first opening, their content.
 
     Arguments:
         folder: what `prepare_chat` wrote.
-        verify: check the sha256 too, which reads the whole file.
+        tell: called with a line before a check that takes long.
+        verify: check the content even if it was checked before.
     """
     folder = Path(folder).absolute()
-    try:
-        manifest = json.loads(plain_file(folder, "manifest.json").read_bytes())
-        needed = 3 * ChatReport(**manifest["report"]).samples * manifest["length"] * _INT32.itemsize
-        known = {name: manifest[name] for name in ("format", "vocabulary", "sha256")}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder} holds no prepared conversations ({error!r})") from error
-    if known["format"] != FORMAT:
-        raise ValueError(f"{folder}: format {known['format']!r}; this version reads {FORMAT}")
-    path = plain_file(folder, "samples.bin")
-    if path.stat().st_size != needed:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes instead of {needed}")
-    if verify and sha256_of(path) != known["sha256"]:
-        raise ValueError(f"{path} has changed since it was prepared: its sha256 is not {known['sha256']}")
-    return ChatSamples(path, manifest)
+    path = folder / MANIFEST
+    manifest = read_manifest(path, _FIELDS)
+    check_fields(path, manifest["report"], {field.name: int for field in fields(ChatReport)})
+    if manifest["files"].keys() != {_SAMPLES} or len(manifest["report"]) != len(fields(ChatReport)):
+        raise Damaged(f"{path} is not a manifest of conversations")
+    check_files(folder, manifest, tell, again=verify)
+    size = (folder / _SAMPLES).stat().st_size
+    needed = 3 * manifest["report"]["samples"] * manifest["length"] * _INT32.itemsize
+    if not 0 < size == needed:
+        raise Damaged(f"{path}: samples of {needed} bytes; {_SAMPLES} has {size}")
+    return ChatSamples(folder, manifest)

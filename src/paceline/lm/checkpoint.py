@@ -40,12 +40,23 @@ from torch.optim import Optimizer
 
 from paceline.lm import sharded
 from paceline.lm.evaluate import NotFiniteError
-from paceline.lm.files import TEMPORARY, Damaged, describe, new_folder, plain_file, read_json, verify
+from paceline.lm.files import (
+    TEMPORARY,
+    Damaged,
+    check_fields,
+    describe,
+    naming,
+    new_folder,
+    plain_file,
+    read_json,
+    verify,
+)
+from paceline.lm.manifest import MANIFEST, read_manifest, sealed
 from paceline.lm.packed import pack, paths, unpack
 from paceline.lm.parallel import ALONE, Ranks, cut_like, is_sharded, local
 
-FORMAT = 1
 _PARTS = ("live", "optimizer", "state")
+_STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _SHARD = re.compile(r"shard-\d+-[\w-]+\.safetensors")
 
@@ -166,8 +177,8 @@ def _save_whole(final: Path, step: int, state: Mapping[str, Any], facts: Mapping
             described[part] = pack(state[part], "", tensors)
             _write_tensors(folder / f"{part}.safetensors", tensors)
         described["facts"] = pack(facts, "", {})
-        _write_json(folder / "state.json", described)
-        _write_manifest(folder, step, describe(folder.iterdir()))
+        _write_json(folder / _STATE, described)
+        _write_json(folder / MANIFEST, sealed({"step": step, "files": describe(folder.iterdir())}))
 
 
 def _save_shards(
@@ -184,16 +195,13 @@ def _save_shards(
         hashed = ranks.together(lambda: describe(found[ranks.rank :: ranks.size]))
 
         def commit() -> None:
-            _write_json(folder / "state.json", described)
+            _write_json(folder / _STATE, described)
             files = {name: file for part in hashed for name, file in part.items()}
-            _write_manifest(folder, step, files | describe([folder / "state.json"]))
+            files |= describe([folder / _STATE])
+            _write_json(folder / MANIFEST, sealed({"step": step, "files": files}))
             stack.close()
 
         ranks.of_first(commit)
-
-
-def _write_manifest(folder: Path, step: int, files: Mapping[str, Any]) -> None:
-    _write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "files": files})
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -201,16 +209,12 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # Copies: safetensors needs contiguous tensors in host memory, each with its own storage.
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    try:
+    with naming(path):
         save_file(own, path)
-    except SafetensorError as error:  # only its text has the system's error number
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
 def _no_room(error: OSError, root: Path, state: Mapping[str, Any]) -> OSError:
@@ -249,9 +253,9 @@ def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Any]:
     """
     from safetensors import SafetensorError, safe_open
 
+    described = _described(folder)
     try:
         with ExitStack() as files:
-            described = read_json(folder / "state.json")
             if _is_in_shards(folder):
                 get = dict.fromkeys(_PARTS, _read_shards(folder, described, like).__getitem__)
             else:
@@ -296,9 +300,20 @@ def _no_tensor(path: str) -> Tensor:
 
 def load_facts(folder: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint; its tensors are not read."""
-    described = read_json(plain_file(folder, "state.json"))
-    facts: dict[str, Any] = unpack(described["facts"], _no_tensor)
+    described = _described(folder)
+    try:
+        facts: dict[str, Any] = unpack(described["facts"], _no_tensor)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{folder / _STATE} cannot be read: {error}") from None
     return facts
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """Return the packed content of a checkpoint."""
+    path = plain_file(folder, _STATE)
+    described = read_json(path)
+    check_fields(path, described, dict.fromkeys((*_PARTS, "facts"), dict))
+    return described
 
 
 def check(folder: Path) -> dict[str, Any]:
@@ -308,24 +323,20 @@ def check(folder: Path) -> dict[str, Any]:
         Damaged: a file differs from what was written.
     """
     try:
-        manifest = read_json(plain_file(folder, "manifest.json"))
-        if (version := manifest["format"]) != FORMAT:
-            raise ValueError(f"its format is {version!r}; this version of paceline reads {FORMAT}")
+        manifest = read_manifest(plain_file(folder, MANIFEST), {"step": int})
         listed = manifest["files"]
-        expected = {"state.json", *(f"{part}.safetensors" for part in _PARTS)}
+        expected = {_STATE, *(f"{part}.safetensors" for part in _PARTS)}
         if set(listed) != expected and not _lists_shards(listed):
-            raise ValueError(f"its manifest lists {sorted(listed)}, not {sorted(expected)}")
+            raise Damaged(f"its manifest lists {sorted(listed)}, not {sorted(expected)}")
         verify(folder, listed)
     except (OSError, ValueError) as error:
         raise Damaged(f"{folder} is damaged: {error}") from error
-    except (LookupError, TypeError, AttributeError) as error:
-        raise Damaged(f"{folder} is damaged: its manifest is not valid ({error!r})") from error
-    return dict(manifest)
+    return manifest
 
 
 def _lists_shards(files: Mapping[str, Any]) -> bool:
-    others = files.keys() - {"state.json"}
-    return "state.json" in files and bool(others) and all(_SHARD.fullmatch(name) for name in others)
+    others = files.keys() - {_STATE}
+    return _STATE in files and bool(others) and all(_SHARD.fullmatch(name) for name in others)
 
 
 # --- Which ones there are ---------------------------------------------------------------------------

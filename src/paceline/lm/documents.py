@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from paceline.lm.files import sha256_of
+from paceline.lm.files import describe
 
 _PACKED = ("", ".gz", ".xz", ".zst")
 TEXT = tuple(kind + packed for kind in (".txt", ".md") for packed in _PACKED)
@@ -34,6 +34,7 @@ ROWS = tuple(
 )
 PARQUET = (".parquet",)
 
+_FIELD = "text"  # of a row
 _SEPARATOR = re.compile(r"\f|<\|endoftext\|>")
 _LONGEST = 2**22  # characters of a text file's document: a tokenizer needs 100 times its memory
 
@@ -60,25 +61,20 @@ class Source(Protocol):
         """Return JSON that identifies the source and its content."""
 
 
-def open_source(where: str | Path, *, field: str = "text") -> Source:
-    """Open a source of documents.
-
-    Arguments:
-        where: a file, a folder, or "hf:" and the name of a dataset. The module's docstring lists the formats.
-        field: the field or column of a row that contains its text.
-    """
+def open_source(where: str | Path) -> Source:
+    """Open a file, a folder, or a dataset "hf:NAME"; the module's docstring lists the formats."""
     if str(where).startswith("hf:"):
-        return open_hub(str(where), field)
+        return open_hub(str(where))
     path = Path(where).expanduser()
     if path.is_dir():
-        return Files(root=path, files=_files_in(path), field=field)
+        return Files(root=path, files=_files_in(path))
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     if not path.name.lower().endswith(TEXT + ROWS + PARQUET):
         raise ValueError(f"{path}: unknown kind of file; allowed: {', '.join(TEXT + ROWS + PARQUET)}")
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty")
-    return Files(root=path.parent, files=(path,), field=field)
+    return Files(root=path.parent, files=(path,))
 
 
 def _files_in(folder: Path) -> tuple[Path, ...]:
@@ -104,7 +100,6 @@ class Files:
 
     root: Path
     files: tuple[Path, ...]
-    field: str
 
     def documents(self) -> Iterator[str]:
         """Yield all documents, file by file."""
@@ -116,16 +111,13 @@ class Files:
         if name.endswith(TEXT):
             return _texts(path)
         if name.endswith(ROWS):
-            return (_text(row, self.field, f"{path}, line {number}") for number, row in read_rows(path))
-        return _column(path, self.field)
+            return (_text(row, f"{path}, line {number}") for number, row in read_rows(path))
+        return _column(path)
 
     def describe(self) -> dict[str, Any]:
         """Return names, sizes and hashes of the files, but not the path of the folder. Reads every file."""
-        files = [
-            {"name": p.relative_to(self.root).as_posix(), "bytes": p.stat().st_size, "sha256": sha256_of(p)}
-            for p in self.files
-        ]
-        return {"files": files, "field": self.field}
+        names = {path: path.relative_to(self.root).as_posix() for path in self.files}
+        return {"files": [{"name": name, **describe([path])[path.name]} for path, name in names.items()]}
 
 
 @final
@@ -136,11 +128,10 @@ class Hub:
     name: str
     config: str | None
     revision: str  # a commit, so that a second reading finds the same rows
-    field: str
 
     def documents(self) -> Iterator[str]:
         """Yield all documents as they arrive over the network."""
-        found = (_text(row, self.field, where) for where, row in self.rows())
+        found = (_text(row, where) for where, row in self.rows())
         return _not_blank(found, f"hf:{self.name}")
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -152,11 +143,11 @@ class Hub:
             yield f"hf:{self.name}, row {number}", row
 
     def describe(self) -> dict[str, Any]:
-        """Return name, configuration, commit and field."""
-        return {"hub": self.name, "config": self.config, "revision": self.revision, "field": self.field}
+        """Return name, configuration and commit."""
+        return {"hub": self.name, "config": self.config, "revision": self.revision}
 
 
-def open_hub(where: str, field: str) -> Hub:
+def open_hub(where: str) -> Hub:
     """Open a dataset by a name such as `hf:owner/name`, at its current commit."""
     part = r"(\w[\w.-]*)"
     match = re.fullmatch(rf"hf:({part}(/{part})?)(/{part})?(@(?P<revision>\S+))?", where)
@@ -165,7 +156,7 @@ def open_hub(where: str, field: str) -> Hub:
     with needed_for("a dataset of the hub", "data"):
         from huggingface_hub import HfApi
     commit = HfApi().dataset_info(match[1], revision=match["revision"]).sha
-    return Hub(name=match[1], config=match[6], revision=str(commit), field=field)
+    return Hub(name=match[1], config=match[6], revision=str(commit))
 
 
 def _not_blank(documents: Iterator[str], where: str) -> Iterator[str]:
@@ -211,7 +202,7 @@ def _texts(path: Path) -> Iterator[str]:
     yield "".join(parts).strip()
 
 
-def _column(path: Path, field: str) -> Iterator[str]:
+def _column(path: Path) -> Iterator[str]:
     """Yield the documents of a parquet file."""
     with needed_for("reading parquet", "data"):
         import pyarrow  # type: ignore[import-untyped]
@@ -219,28 +210,28 @@ def _column(path: Path, field: str) -> Iterator[str]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if field not in names:
-                raise ValueError(f"{path}: no column {field!r}; it has {', '.join(names)}")
-            batches = file.iter_batches(batch_size=256, columns=[field])
+            if _FIELD not in names:
+                raise ValueError(f"{path}: no column {_FIELD!r}; it has {', '.join(names)}")
+            batches = file.iter_batches(batch_size=256, columns=[_FIELD])
             values = (value for batch in batches for value in batch.column(0).to_pylist())
             for number, value in enumerate(values, 1):
-                yield _text({field: value}, field, f"{path}, row {number}")
+                yield _text({_FIELD: value}, f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: broken or not parquet ({error})") from error
 
 
-def _text(row: dict[str, Any], field: str, where: str) -> str:
+def _text(row: dict[str, Any], where: str) -> str:
     """Return the text of a row."""
-    if field not in row:
-        raise ValueError(f"{where}: no field {field!r}; it has {', '.join(row) or 'none'}")
-    text = row[field]
+    if _FIELD not in row:
+        raise ValueError(f"{where}: no field {_FIELD!r}; it has {', '.join(row) or 'none'}")
+    text = row[_FIELD]
     if not isinstance(text, str):
-        raise ValueError(f"{where}: field {field!r} must be text, not {_kind(text)}")
+        raise ValueError(f"{where}: field {_FIELD!r} must be text, not {_kind(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can write half of a pair: "\ud800"
         raise ValueError(
-            f"{where}: field {field!r} holds a character that does not exist ({error})"
+            f"{where}: field {_FIELD!r} holds a character that does not exist ({error})"
         ) from error
     return text
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import shutil
 import socket
 import stat
@@ -17,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+FILE = {"bytes": int, "sha256": str}  # what `describe` says of a file
 TEMPORARY = ".tmp-"  # prefix of the names of unfinished files and folders
 _REPLACED = re.compile(re.escape(TEMPORARY) + r"replaced-(.+)-\d+")
 
@@ -40,10 +42,23 @@ def verify(folder: Path, files: Mapping[str, Any]) -> None:
     """Raise Damaged, naming the file, if files of a folder are not what `describe` said of them."""
     for name, known in files.items():
         path = plain_file(folder, name)
+        check_fields(path, known, FILE)
         if (size := path.stat().st_size) != known["bytes"]:
             raise Damaged(f"{path} has {size} bytes; {known['bytes']} were written")
         if sha256_of(path) != known["sha256"]:
             raise Damaged(f"the content of {path} is not what was written")
+
+
+def check_fields(path: Path, content: Any, fields: Mapping[str, type]) -> None:
+    """Raise Damaged, naming the field, for JSON in which one is missing or not of its type.
+
+    A number must not be negative.
+    """
+    for name, kind in fields.items():
+        value = content.get(name) if isinstance(content, dict) else content
+        if type(value) is not kind or (type(value) is int and value < 0):
+            allowed = "an integer >= 0" if kind is int else f"a value of type {kind.__name__}"
+            raise Damaged(f"{path}: {name} is {reprlib.repr(value)}; allowed: {allowed}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -53,7 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise Damaged(f"{path}, {place}: this is no JSON ({error.msg})") from None
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, too deep, or a number of thousands of digits
         raise Damaged(f"{path} is no JSON ({error})") from None
     if not isinstance(content, dict):
         raise Damaged(f"{path} holds a {type(content).__name__}; a JSON object was written")
@@ -65,17 +80,32 @@ def write_atomically(path: Path, data: bytes) -> None:
     # A process number would not be unique: another machine may share the folder.
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk's error has no file name
-            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn the error of a write that failed into an OSError with the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        # Libraries in Rust (safetensors, tokenizers) have the system's error number only in their text.
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def sync(path: Path) -> None:
@@ -95,7 +125,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose folders only their owner may read.
-    temporary = final.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    temporary = final.with_name(f"{TEMPORARY}{final.name}-{uuid.uuid4().hex}")
     temporary.mkdir()
     try:
         yield temporary
@@ -119,12 +149,16 @@ def new_folder(final: Path) -> Iterator[Path]:
         raise
 
 
-def remove_temporary(folder: Path) -> None:
-    """Remove temporary files of interrupted writes. No one else may be writing in the folder.
+def remove_temporary(folder: Path, name: str = "") -> None:
+    """Remove temporary files of interrupted writes, or only those for a file or folder of this name.
 
-    A folder that was about to be replaced gets its name back if its replacement is missing.
+    No one else may be writing these. A folder that was about to be replaced gets its name back if its
+    replacement is missing.
     """
+    own = re.compile(re.escape(f"{TEMPORARY}{name}") + "-[0-9a-f]{32}")
     for path in folder.glob(f"{TEMPORARY}*"):
+        if name and not own.fullmatch(path.name):
+            continue
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (folder / replaced[1]).exists():
             path.rename(folder / replaced[1])
@@ -148,7 +182,7 @@ def plain_file(folder: Path, name: str) -> Path:
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
     if not stat.S_ISREG(kind):
-        raise ValueError(f"{path} is not a regular file")
+        raise Damaged(f"{path} is not a regular file")
     return path
 
 

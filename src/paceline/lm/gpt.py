@@ -18,14 +18,14 @@ from paceline.lm.shapes import shape_of as shape_of
 class _Block(nn.Module):
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
-        width, bias = shape.width, shape.bias
+        width = shape.width
         self.heads, self.dropout = shape.heads, shape.dropout
-        self.attention_norm = nn.LayerNorm(width, bias=bias)
-        self.attention_in = nn.Linear(width, 3 * width, bias=bias)  # queries, keys, values
-        self.attention_out = nn.Linear(width, width, bias=bias)
-        self.mlp_norm = nn.LayerNorm(width, bias=bias)
-        self.mlp_in = nn.Linear(width, 4 * width, bias=bias)
-        self.mlp_out = nn.Linear(4 * width, width, bias=bias)
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)  # queries, keys, values
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, allowed: Tensor | None) -> Tensor:
         x = x + self._dropped(self._attend(self.attention_norm(x), allowed))
@@ -72,7 +72,7 @@ class GPT(nn.Module):
             self.tokens = nn.Embedding(shape.rows, shape.width)
             self.positions = nn.Embedding(shape.length, shape.width)
             self.blocks = nn.ModuleList([_Block(shape) for _ in range(shape.layers)])
-            self.last_norm = nn.LayerNorm(shape.width, bias=shape.bias)
+            self.last_norm = nn.LayerNorm(shape.width)
         self.to_empty(device=torch.get_default_device())
         self._initialise_()
         # Slicing the logits instead would cost a GPU 4 % of a step.
@@ -173,7 +173,7 @@ def _pairs(ours: GPT, theirs: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def to_transformers(model: GPT) -> Any:
-    """Return a copy as transformers' GPT2LMHeadModel, with equal logits; missing biases become 0."""
+    """Return a copy as transformers' GPT2LMHeadModel, with equal logits."""
     with needed_for("exporting a model"):
         from transformers import GPT2Config, GPT2LMHeadModel
     fields: dict[str, Any] = {theirs: getattr(model.shape, ours) for theirs, ours in _SHAPE_NAMES.items()}

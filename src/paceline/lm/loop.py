@@ -50,8 +50,6 @@ class Plan:
     max_skips: int = 0
     """How many steps in a row may be skipped because loss or gradient is not finite; 0: the first one ends
     the run."""
-    workers: int = 0
-    """Processes that read samples ahead."""
 
     def is_evaluated(self, step: int) -> bool:
         """Return whether an evaluation follows this step."""
@@ -128,7 +126,6 @@ def train(
         samples,
         numbers,
         range(progress.step, plan.steps),
-        workers=plan.workers,
         pinned=trainee.device.type == "cuda",
     )
     trainee.model.train()

@@ -1,6 +1,7 @@
 """Values with tensors in them as JSON, in which each tensor is replaced by its path."""
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,18 +35,24 @@ def _join(path: str, key: object) -> str:
 
 
 def unpack(value: Any, get: Callable[[str], Tensor]) -> Any:
-    """Return the value that `pack` was given; `get` returns the tensor of a path."""
+    """Return the value that `pack` was given; `get` returns the tensor of a path.
+
+    Raises:
+        ValueError: `pack` cannot have written this.
+    """
     if isinstance(value, list):
         return [unpack(item, get) for item in value]
     if not isinstance(value, dict):
         return value
     match value:
-        case {"$tensor": path}:
+        case {"$tensor": str(path)}:
             return get(path)
-        case {"$float": text}:
+        case {"$float": str(text)}:
             return float(text)
-        case {"$tuple": items}:
+        case {"$tuple": list(items)}:
             return tuple(unpack(item, get) for item in items)
+    if any(key.startswith("$") for key in value):
+        raise ValueError(f"{reprlib.repr(value)} is not a packed value")
     return {key: unpack(item, get) for key, item in value.items()}
 
 

@@ -94,8 +94,6 @@ class Ranks:
         All ranks have equally many parts. An empty part is replaced by a sample without targets, whose
         gradient is 0, because collectives inside of the model need all ranks.
         """
-        if self.size == 1:
-            return batch.split(size)
         rounds = self.rounds(len(batch.tokens), size)
         return [batch.at(own) if own else batch.at(range(1)).without_targets() for own in rounds]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.lm.documents import needed_for
 from paceline.lm.evaluate import evaluating
-from paceline.lm.files import new_folder
+from paceline.lm.files import naming, new_folder, remove_temporary
 from paceline.lm.gpt import GPT, to_transformers
 from paceline.lm.vocabulary import Vocabulary
 
@@ -210,7 +210,7 @@ def separates_examples(module: nn.Module, vocabulary: int) -> bool:
 def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path:
     """Write config, tokenizer and the current weights to a folder, which transformers loads. Return it.
 
-    The folder appears when it is complete.
+    The folder appears when it is complete. What a killed export to it has left is removed.
 
     Arguments:
         module: a `GPT` or a `Pretrained`.
@@ -223,7 +223,8 @@ def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path
     if not isinstance(module, GPT | Pretrained):
         raise TypeError(f"only a GPT or a Pretrained can be exported, not {type(module).__name__}")
     whole = to_transformers(module) if isinstance(module, GPT) else module.whole
-    with new_folder(folder) as made:
+    remove_temporary(folder.parent, folder.name)
+    with new_folder(folder) as made, naming(folder):
         if isinstance(tokenizer, Vocabulary):
             tokenizer.save(made)
             for config in (whole.config, whole.generation_config):

@@ -25,8 +25,6 @@ class GPTShape:
     vocabulary_multiple: int = 1
     """The rows of the embedding are rounded up to a multiple of this, because GPUs multiply odd sizes slowly.
     The extra rows are parameters that begin at 0 and never get a gradient: their logits are -inf."""
-    bias: bool = True
-    """Whether norms and linear layers add a bias, as GPT-2's do."""
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "length", "width", "layers", "heads", "vocabulary_multiple"):
@@ -50,9 +48,8 @@ class GPTShape:
         >>> shape_of("gpt2", 50257, 1024).parameters
         124439808
         """
-        block = 12 * self.width**2 + (13 if self.bias else 2) * self.width
-        last = (2 if self.bias else 1) * self.width
-        return (self.rows + self.length) * self.width + self.layers * block + last
+        block = 12 * self.width**2 + 13 * self.width
+        return (self.rows + self.length + 2) * self.width + self.layers * block
 
 
 # Width, layers, heads. The number in a name is that of all parameters, to within a fifth, with a vocabulary

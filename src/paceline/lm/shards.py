@@ -14,48 +14,35 @@ import json
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from paceline.lm.batch import Batch, Numbers
-from paceline.lm.files import locked, plain_file, remove_temporary, sha256_of, sync, write_atomically
+from paceline.lm.files import Damaged, describe, locked, naming, plain_file, remove_temporary, sync, verify
+from paceline.lm.manifest import (
+    MANIFEST,
+    Tell,
+    check_files,
+    read_manifest,
+    refuse_other,
+    silent,
+    unless_damaged,
+    write_manifest,
+)
+from paceline.lm.vocabulary import Vocabulary
 
-FORMAT = 1
-_MANIFEST, _PROGRESS = "manifest.json", "progress.json"
+_PROGRESS = "progress.json"
+_FIELDS = {"dtype": str, "vocabulary": int, "tokenizer": str, "documents": int, "tokens": int}
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _BATCH = 2**20  # characters tokenized in one call: enough for all cores, some 100 MB of memory
 
 Array = NDArray[np.unsignedinteger[Any]]
-
-
-class Encodes(Protocol):
-    """The part of a vocabulary that `prepare` needs."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def end_of_text(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """The manifest's entry for a file of tokens."""
-
-    name: str
-    tokens: int
-    bytes: int
-    sha256: str
-    largest: int  # token id
 
 
 @final
@@ -66,21 +53,24 @@ class Tokens:
     folder: Path
     dtype: str
     vocabulary: int
-    end_of_text: int
     tokenizer: str  # fingerprint
-    source: dict[str, Any]
     documents: int
-    shards: tuple[Shard, ...]
+    files: Mapping[str, Any]  # size and sha256 by name
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of tokens in each file."""
+        return [file["bytes"] // _DTYPES[self.dtype].itemsize for file in self.files.values()]
 
     @property
     def count(self) -> int:
-        """The number of tokens in all shards."""
-        return sum(shard.tokens for shard in self.shards)
+        """The number of tokens in all files."""
+        return sum(self.counts)
 
     @property
     def fingerprint(self) -> str:
         """The sha256 of the tokens and their format; it does not depend on their source."""
-        content = [self.dtype, self.vocabulary, *(shard.sha256 for shard in self.shards)]
+        content = [self.dtype, self.vocabulary, *(file["sha256"] for file in self.files.values())]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -89,13 +79,15 @@ class Tokens:
 
 def prepare(
     documents: Iterable[str],
-    vocabulary: Encodes,
+    vocabulary: Vocabulary,
     folder: Path,
     *,
     source: Mapping[str, Any],
     shard_tokens: int = 2**27,
     save_tokens: int = 2**22,
+    is_cache: bool = False,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
+    tell: Tell = silent,
 ) -> Tokens:
     """Tokenize documents into a folder, or open the folder if that is done.
 
@@ -109,35 +101,50 @@ def prepare(
         source: where the documents come from, as JSON; a call resumes only work of the same source.
         shard_tokens: tokens of a file.
         save_tokens: tokens between two saves (some seconds), which an interrupt may lose.
+        is_cache: prepare a damaged folder again, instead of refusing it.
         progress: called with the numbers of documents and tokens so far.
+        tell: called with lines about damage, and about checks that take long.
     """
     if shard_tokens < 1 or save_tokens < 1:
         raise ValueError(f"Invalid {shard_tokens=}, {save_tokens=}; allowed: 1 or more")
-    dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
-    settings = {
-        "format": FORMAT,
-        "dtype": dtype,
+    settings = _settings(vocabulary, source, shard_tokens)
+    folder = Path(folder).absolute()
+    with locked(folder):
+        remove_temporary(folder)
+        found = unless_damaged(lambda: _begun(folder, settings, tell), tell, is_cache=is_cache)
+        if isinstance(found, Tokens):
+            return found
+        if found is None:
+            for path in (folder / MANIFEST, folder / _PROGRESS, *folder.glob("tokens-*.bin")):
+                path.unlink(missing_ok=True)
+        writer = found or _Writer(folder, settings)
+        for batch in _batches(islice(documents, writer.documents, None)):
+            writer.write(_encoded(batch, vocabulary, writer.dtype), documents=len(batch))
+            progress(writer.documents, writer.tokens)
+            if writer.tokens - writer.saved >= save_tokens:
+                writer.save()
+        writer.finish()
+    return open_tokens(folder, tell=tell)
+
+
+def _settings(vocabulary: Vocabulary, source: Mapping[str, Any], shard_tokens: int) -> dict[str, Any]:
+    """Return what decides the tokens of a folder."""
+    return {
+        "dtype": "uint16" if vocabulary.size <= 2**16 else "uint32",
         "vocabulary": vocabulary.size,
         "end_of_text": vocabulary.end_of_text,
         "tokenizer": vocabulary.fingerprint,
         "source": json.loads(json.dumps(source)),
         "shard_tokens": shard_tokens,
     }
-    folder = Path(folder).absolute()
-    with locked(folder):
-        remove_temporary(folder)
-        if (folder / _MANIFEST).exists():
-            _check_same(settings, _read_json(folder, _MANIFEST), folder)
-            (folder / _PROGRESS).unlink(missing_ok=True)
-            return open_tokens(folder)
-        writer = _Writer(folder, settings)
-        for batch in _batches(islice(documents, writer.documents, None)):
-            writer.write(_encoded(batch, vocabulary, _DTYPES[dtype]), documents=len(batch))
-            progress(writer.documents, writer.tokens)
-            if writer.tokens - writer.saved >= save_tokens:
-                writer.save()
-        writer.finish()
-    return open_tokens(folder)
+
+
+def _begun(folder: Path, settings: dict[str, Any], tell: Tell) -> "Tokens | _Writer":
+    """Return the tokens in a folder, or a writer of what is missing."""
+    if not (folder / MANIFEST).exists():
+        return _Writer(folder, settings)
+    refuse_other(settings, _read(folder / MANIFEST), folder)
+    return open_tokens(folder, tell=tell)
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -153,7 +160,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encoded(batch: list[str], vocabulary: Encodes, dtype: np.dtype[Any]) -> Array:
+def _encoded(batch: list[str], vocabulary: Vocabulary, dtype: np.dtype[Any]) -> Array:
     """Return the tokens of all documents, each followed by the end-of-text token."""
     ids: list[int] = []
     for found in vocabulary.encode(batch):
@@ -171,31 +178,26 @@ class _Writer:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder, self.settings = folder, settings
         self.dtype, self.shard_tokens = _DTYPES[settings["dtype"]], settings["shard_tokens"]
-        self.documents = self.tokens = 0
-        self.shards: list[Shard] = []  # the full ones
+        self.documents = self.tokens = self.saved = 0
+        self.files: dict[str, Any] = {}  # as they were saved; the last one may not be full
         if (folder / _PROGRESS).exists():
-            done = _read_json(folder, _PROGRESS)
-            _check_same(settings, done, folder)
-            self.documents, self.tokens = done["documents"], done["tokens"]
-            self.shards = [Shard(**shard) for shard in done["shards"]]
-        self.saved = self.tokens
+            done = _read(folder / _PROGRESS)
+            refuse_other(settings, done, folder)
+            self.documents, self.tokens, self.saved = done["documents"], done["tokens"], done["tokens"]
+            self.files = done["files"]
         self._cut_back()
 
     def _path(self, number: int) -> Path:
         return self.folder / f"tokens-{number:05d}.bin"
 
     def _cut_back(self) -> None:
-        """Remove everything written after the last save."""
-        number, inside = divmod(self.tokens, self.shard_tokens)
-        for path in sorted(self.folder.glob("tokens-*.bin")):
-            if path > self._path(number) or (path == self._path(number) and not inside):
+        """Remove everything written after the last save, and check what was saved."""
+        for path in self.folder.glob("tokens-*.bin"):
+            if path.name not in self.files:
                 path.unlink()
-        for i in range(number + bool(inside)):
-            size = plain_file(self.folder, self._path(i).name).stat().st_size
-            needed = (self.shard_tokens if i < number else inside) * self.dtype.itemsize
-            if size < needed:
-                raise ValueError(f"{self._path(i)} has {size} bytes, not {needed}; remove {self.folder}")
-            os.truncate(self._path(i), needed)
+            elif plain_file(self.folder, path.name).stat().st_size > self.files[path.name]["bytes"]:
+                os.truncate(path, self.files[path.name]["bytes"])
+        verify(self.folder, self.files)
 
     def write(self, tokens: Array, *, documents: int) -> None:
         """Append the tokens of some documents."""
@@ -203,137 +205,69 @@ class _Writer:
         while len(tokens):
             number, inside = divmod(self.tokens, self.shard_tokens)
             part, tokens = np.split(tokens, [self.shard_tokens - inside])
-            try:
-                with self._path(number).open("ab") as file:
-                    file.write(part.data)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self._path(number))) from error
+            with naming(self._path(number)), self._path(number).open("ab") as file:
+                file.write(part.data)
             self.tokens += len(part)
 
     def save(self) -> None:
         """Save everything so far, so that an interrupt cannot lose it."""
-        full, inside = divmod(self.tokens, self.shard_tokens)
-        for number in range(len(self.shards), full):
-            self.shards.append(self._shard(number))
-        if inside:
-            sync(self._path(full))
-        self._write_json(_PROGRESS)
+        changed = range(self.saved // self.shard_tokens, -(-self.tokens // self.shard_tokens))
+        paths = [self._path(number) for number in changed]
+        for path in paths:
+            sync(path)
+        self.files |= describe(paths)
+        done = {"documents": self.documents, "tokens": self.tokens, "files": self.files}
+        write_manifest(self.folder / _PROGRESS, self.settings | done)
         self.saved = self.tokens
 
     def finish(self) -> None:
-        """Save the last shard and write the manifest."""
+        """Save the rest; the progress becomes the manifest."""
         if not self.tokens:
             raise ValueError(f"no documents to prepare for {self.folder}, or only empty ones")
         self.save()
-        if self.tokens % self.shard_tokens:
-            self.shards.append(self._shard(len(self.shards)))
-        self._write_json(_MANIFEST)
-        (self.folder / _PROGRESS).unlink()
-
-    def _shard(self, number: int) -> Shard:
-        path = self._path(number)
-        sync(path)
-        tokens, digest = _mapped(path, self.dtype), sha256_of(path)
-        size, largest = tokens.nbytes, _largest(tokens)
-        return Shard(name=path.name, tokens=len(tokens), bytes=size, sha256=digest, largest=largest)
-
-    def _write_json(self, name: str) -> None:
-        shards = [asdict(shard) for shard in self.shards]
-        done = {"documents": self.documents, "tokens": self.tokens, "shards": shards}
-        write_atomically(self.folder / name, json.dumps(self.settings | done, indent=1).encode())
-
-
-def _check_same(settings: dict[str, Any], found: dict[str, Any], folder: Path) -> None:
-    """Raise ValueError if a folder was prepared with other settings."""
-    say, other = reprlib.repr, {key: ours for key, ours in settings.items() if found.get(key) != ours}
-    if other:
-        changes = "; ".join(f"{key} {say(found.get(key))} → {say(ours)}" for key, ours in other.items())
-        raise ValueError(f"{folder} holds tokens of something else; choose another folder ({changes})")
+        (self.folder / _PROGRESS).replace(self.folder / MANIFEST)
+        sync(self.folder)
 
 
 # --- Opening --------------------------------------------------------------------------------------
 
 
-def open_tokens(folder: Path, *, verify: bool = False) -> Tokens:
-    """Open prepared tokens, after a check of their manifest and the sizes of their files.
+def open_tokens(folder: Path, *, tell: Tell = silent, verify: bool = False) -> Tokens:
+    """Open prepared tokens, after a check of their manifest and, at the first opening, of their content.
 
     Arguments:
         folder: what `prepare` wrote.
-        verify: check the hashes too, which reads all files.
+        tell: called with a line before a check that takes long.
+        verify: check the content even if it was checked before.
     """
     folder = Path(folder).absolute()
-    manifest = _read_json(folder, _MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{folder / _MANIFEST}: format {manifest.get('format')!r}; allowed: {FORMAT}")
-    try:
-        tokens = Tokens(
-            folder=folder,
-            dtype=manifest["dtype"],
-            vocabulary=_count(manifest, "vocabulary"),
-            end_of_text=_count(manifest, "end_of_text"),
-            tokenizer=manifest["tokenizer"],
-            source=manifest["source"],
-            documents=_count(manifest, "documents"),
-            shards=tuple(_opened(folder, shard, manifest, verify) for shard in manifest["shards"]),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / _MANIFEST}: not a manifest of tokens ({error!r})") from error
-    if tokens.count != manifest.get("tokens"):
-        raise ValueError(
-            f"{folder / _MANIFEST}: {manifest.get('tokens')} tokens; its shards have {tokens.count}"
-        )
-    return tokens
+    if not (folder / MANIFEST).exists():
+        begun = (folder / _PROGRESS).exists()
+        why = "its preparation was not finished; run it again" if begun else f"no {MANIFEST}"
+        raise FileNotFoundError(f"{folder} holds no prepared tokens: {why}")
+    manifest = _read(folder / MANIFEST)
+    check_files(folder, manifest, tell, again=verify)
+    fields = ("dtype", "vocabulary", "tokenizer", "documents", "files")
+    return Tokens(folder=folder, **{name: manifest[name] for name in fields})
 
 
-def _count(entry: dict[str, Any], key: str) -> int:
-    value = entry[key]
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{key} is {value!r}")
-    return value
-
-
-def _opened(folder: Path, entry: dict[str, Any], manifest: dict[str, Any], verify: bool) -> Shard:
-    """Return a shard after a check of its size and its largest token."""
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a manifest, or of the progress of a preparation."""
+    manifest = read_manifest(path, _FIELDS)
     dtype = _DTYPES.get(manifest["dtype"])
     if dtype is None:
-        raise ValueError(f"{folder / _MANIFEST}: dtype {manifest['dtype']!r}; allowed: {', '.join(_DTYPES)}")
-    path = plain_file(folder, entry["name"])
-    tokens, size = _count(entry, "tokens"), path.stat().st_size
-    if not 0 < size == _count(entry, "bytes") == tokens * dtype.itemsize:
-        needed = f"{tokens} tokens of {manifest['dtype']} ({tokens * dtype.itemsize} bytes)"
-        raise ValueError(f"{path} has {size} bytes; the manifest says {entry['bytes']} and {needed}")
-    if verify and sha256_of(path) != entry["sha256"]:
-        raise ValueError(f"{path} has changed since it was prepared: its sha256 is not {entry['sha256']}")
-    # A manifest of another tool may lack the largest token; then all tokens are read.
-    is_known = "largest" in entry and not verify
-    largest = _count(entry, "largest") if is_known else _largest(_mapped(path, dtype))
-    if largest >= manifest["vocabulary"]:
-        raise ValueError(f"{path} holds the token {largest}; allowed: below {manifest['vocabulary']}")
-    return Shard(name=path.name, tokens=tokens, bytes=size, sha256=str(entry["sha256"]), largest=largest)
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    if not (folder / name).exists():
-        begun = (folder / _PROGRESS).exists()
-        why = "its preparation was not finished; run it again" if begun else f"no {name}"
-        raise FileNotFoundError(f"{folder} holds no prepared tokens: {why}")
-    try:
-        content = json.loads(plain_file(folder, name).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / name}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{folder / name}: not a manifest of tokens")
-    return content
+        raise Damaged(f"{path}: dtype is {manifest['dtype']!r}; allowed: {', '.join(_DTYPES)}")
+    needed = manifest["tokens"] * dtype.itemsize
+    sizes = [file["bytes"] for file in manifest["files"].values()]
+    if not all(sizes) or any(size % dtype.itemsize for size in sizes) or sum(sizes) != needed:
+        tokens = f"{manifest['tokens']} tokens of {manifest['dtype']} have {needed}"
+        raise Damaged(f"{path}: its files have {reprlib.repr(sizes)} bytes; {tokens}")
+    return manifest
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Array:
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         return np.asarray(np.memmap(file, dtype=dtype, mode="r"))  # slices of a memmap itself are slow
-
-
-def _largest(tokens: Array) -> int:
-    """Return the largest token, reading parts to save memory."""
-    return max(int(tokens[at : at + 2**24].max()) for at in range(0, len(tokens), 2**24))
 
 
 # --- Reading --------------------------------------------------------------------------------------
@@ -356,11 +290,8 @@ class Windows:
             )
         self.length, self.vocabulary, self._tokens = length, tokens.vocabulary, tokens
         self.fingerprint = hashlib.sha256(f"{tokens.fingerprint} {length}".encode()).hexdigest()
-        self._shards = [_mapped(tokens.folder / s.name, _DTYPES[tokens.dtype]) for s in tokens.shards]
-        self._ends = np.cumsum([shard.tokens for shard in tokens.shards])
-
-    def __reduce__(self) -> tuple[type["Windows"], tuple[Tokens, int]]:
-        return Windows, (self._tokens, self.length)  # a worker process maps the files again
+        self._shards = [_mapped(tokens.folder / name, _DTYPES[tokens.dtype]) for name in tokens.files]
+        self._ends = np.cumsum(tokens.counts)
 
     def __len__(self) -> int:
         return (self._tokens.count - 1) // self.length
@@ -376,7 +307,7 @@ class Windows:
         if windows.size and windows.max() >= self.vocabulary:  # a file changed after it was checked
             row, column = np.argwhere(windows >= self.vocabulary)[0]
             shard, place = self._place(numbers[row] * self.length + column)
-            path, token = self._tokens.folder / self._tokens.shards[shard].name, windows[row, column]
+            path, token = self._tokens.folder / list(self._tokens.files)[shard], windows[row, column]
             raise ValueError(f"{path}: token {token} at place {place}; allowed: below {self.vocabulary}")
         # Copied by numpy, which is faster here than torch with its threads.
         return Batch(torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy()), None)

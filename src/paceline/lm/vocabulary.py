@@ -14,19 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from paceline.lm.documents import needed_for
-from paceline.lm.files import write_atomically
+from paceline.lm.files import read_json, write_atomically
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _END = "<|endoftext|>"
-_ENDS: Sequence[str] = (
-    _END,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-)  # by preference, if none is configured
+# By preference, if none is configured.
+_ENDS: Sequence[str] = (_END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 # The files of a folder, by preference: all of it, or GPT-2's two under the names of OpenAI and transformers.
 _FILES = (("tokenizer.json",), ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _BYTES = 256
@@ -167,13 +162,10 @@ def _read(where: Path) -> Vocabulary:
 
 def _configured_ends(settings: Path) -> Sequence[str]:
     """Return the token that a folder's settings name as the end, or the usual ones."""
-    try:
-        end = json.loads(settings.read_bytes())["eos_token"]
-        return [end if isinstance(end, str) else end["content"]]
-    except (FileNotFoundError, KeyError, TypeError):
-        return _ENDS  # none named
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{settings}: not JSON ({error})") from error
+    end = read_json(settings).get("eos_token") if settings.exists() else None
+    if isinstance(end, dict):
+        end = end.get("content")
+    return [end] if isinstance(end, str) else _ENDS
 
 
 def _byte_level(model: Any) -> "Tokenizer":

@@ -242,7 +242,6 @@ def _plan(run: Run, material: _Material, device: torch.device) -> Plan:
         precision=precision_of(run, device),
         evaluate_every=run.evaluate_every or max(1, steps // 10),
         max_skips=run.skip_nonfinite,
-        workers=run.workers,
     )
 
 

@@ -96,7 +96,6 @@ class Run:
         tuple[int, ...], "Write and keep a checkpoint after each of these steps, for other runs to fork from."
     ] = ()
     skip_nonfinite: Annotated[int, "Steps in a row that may be skipped as not finite."] = 0
-    workers: Annotated[int, "Processes that read data ahead."] = 0
     telemetry_every: Annotated[int | None, "Steps between readings of the pull; none: never."] = None
     fork: Annotated[
         str | None,
@@ -135,7 +134,7 @@ class Run:
 
 # Settings that may differ when a run is resumed: they do not change what is computed in what was done.
 MAY_CHANGE = frozenset(
-    {"evaluate_every", "checkpoint_every", "keep", "keep_steps", "workers", "skip_nonfinite"}
+    {"evaluate_every", "checkpoint_every", "keep", "keep_steps", "skip_nonfinite"}
     | {"telemetry_every", "device", "parallel", "shards"}
 )
 
@@ -172,7 +171,7 @@ def _check(run: Run) -> None:
     for name in _AT_LEAST_1:
         value = getattr(run, name)
         _require(value is None or value >= 1, name, value, "at least 1")
-    for name in ("warmup", "workers", "skip_nonfinite", "seed"):
+    for name in ("warmup", "skip_nonfinite", "seed"):
         _require(0 <= getattr(run, name) < 2**63, name, getattr(run, name), "0 or more")
     _require(all(step >= 1 for step in run.keep_steps), "keep_steps", run.keep_steps, "each at least 1")
     _require(math.isfinite(run.lr) and run.lr >= 0, "lr", run.lr, "0 or more, and finite")

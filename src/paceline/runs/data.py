@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -21,7 +22,8 @@ from paceline.cache import cache_folder
 from paceline.lm.chat import ChatFormat, chat_rows, messages_of
 from paceline.lm.chat_samples import ChatSamples, prepare_chat
 from paceline.lm.documents import ROWS, TEXT, Files, Hub, cut, is_held_out, open_hub, open_source
-from paceline.lm.files import BusyError, sha256_of
+from paceline.lm.files import BusyError, Damaged, describe, new_folder, sha256_of, verify
+from paceline.lm.manifest import MANIFEST, read_manifest, unless_damaged, write_manifest
 from paceline.lm.python_corpus import Corpus, python_corpus
 from paceline.lm.shards import Tokens, open_tokens, prepare
 from paceline.lm.vocabulary import Vocabulary, open_vocabulary
@@ -51,7 +53,7 @@ def prepare_text(
             raise ConfigError(f"{names[0]} was prepared with another tokenizer than the model's")
         if isinstance(tokenizer, str) and tokenizer != "auto":
             raise ConfigError(f"{names[0]} is prepared with a tokenizer already; leave out tokenizer")
-        training = _part(folder, "train", vocabulary)
+        training = _part(folder, "train", vocabulary, tell)
     else:
         sources, part = [_Source(name) for name in names], "all" if held_out else "train"
         vocabulary = _vocabulary(usual if tokenizer == "auto" else tokenizer, sources, part, tell)
@@ -65,7 +67,7 @@ def held_out_text(
 ) -> Tokens:
     """Return the tokens to evaluate on: other text or, without it, what is held out of these sources."""
     if not held_out and _is_prepared(names):
-        return _part(Path(names[0]).expanduser(), "held-out", vocabulary)
+        return _part(Path(names[0]).expanduser(), "held-out", vocabulary, tell)
     part = "all" if held_out else "held-out"
     return _tokens([_Source(name) for name in held_out or names], part, vocabulary, tell)
 
@@ -82,22 +84,22 @@ def prepare_folder(names: list[str], tokenizer: str, folder: Path, tell: Tell) -
         )
     for part in ("held-out", "train"):
         _tokens(sources, part, vocabulary, tell, folder / part)
-    return open_prepared(folder)
+    return open_prepared(folder, tell)
 
 
 def _is_prepared(names: tuple[str, ...]) -> bool:
-    return len(names) == 1 and (Path(names[0]).expanduser() / "train" / "manifest.json").exists()
+    return len(names) == 1 and (Path(names[0]).expanduser() / "train" / MANIFEST).exists()
 
 
-def open_prepared(folder: Path) -> Text:
+def open_prepared(folder: Path, tell: Tell) -> Text:
     """Return the text in a folder that `prepare_folder` wrote."""
     vocabulary = open_vocabulary(folder / "tokenizer")
-    training, held_out = (_part(folder, part, vocabulary) for part in ("train", "held-out"))
+    training, held_out = (_part(folder, part, vocabulary, tell) for part in ("train", "held-out"))
     return Text(vocabulary=vocabulary, training=training, held_out=held_out)
 
 
-def _part(folder: Path, part: str, vocabulary: Vocabulary) -> Tokens:
-    tokens = open_tokens(folder / part)
+def _part(folder: Path, part: str, vocabulary: Vocabulary, tell: Tell) -> Tokens:
+    tokens = open_tokens(folder / part, tell=tell)
     if tokens.tokenizer != vocabulary.fingerprint:
         raise ConfigError(f"{tokens.folder} was made with another tokenizer than the one in {folder}")
     return tokens
@@ -109,25 +111,44 @@ def _vocabulary(tokenizer: str | Vocabulary, sources: "list[_Source]", part: str
     if not tokenizer.startswith("bpe:"):
         return open_vocabulary(tokenizer)
     kept = cache_folder() / "tokenizers" / _key(tokenizer, part, *_descriptions(sources))
-    if not (kept / "tokenizer_config.json").exists():  # written last
-        tell(f"training a vocabulary, {tokenizer}")
-        open_vocabulary(tokenizer, _documents(sources, part)).save(kept)
-    return open_vocabulary(kept)
+
+    def opened() -> Vocabulary:
+        verify(kept, read_manifest(kept / MANIFEST, {})["files"])
+        return open_vocabulary(kept)
+
+    if (kept / MANIFEST).exists():
+        found = unless_damaged(opened, tell, is_cache=True)
+        if found is not None:
+            return found
+    tell(f"training a vocabulary, {tokenizer}")
+    vocabulary = open_vocabulary(tokenizer, _documents(sources, part))
+    with new_folder(kept) as made:
+        vocabulary.save(made)
+        write_manifest(made / MANIFEST, {"files": describe(made.iterdir())})
+    return opened()
 
 
 def _tokens(
     sources: "list[_Source]", part: str, vocabulary: Vocabulary, tell: Tell, folder: Path | None = None
 ) -> Tokens:
     """Return the tokens of one part, prepared if need be. Interrupted, it resumes when called again."""
-    about = {"sources": _descriptions(sources), "part": part}
+    about, is_cache = {"sources": _descriptions(sources), "part": part}, folder is None
     if folder is None:
         folder = cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *about["sources"])
-        if (folder / "manifest.json").exists():
-            return open_tokens(folder)
+        with suppress(FileNotFoundError, Damaged):  # prepared below, under a lock
+            return open_tokens(folder, tell=tell)
     progress, waiting = _Progress(f"tokenizing ({part})", tell), False
     while True:
         try:
-            return prepare(_some(sources, part), vocabulary, folder, source=about, progress=progress)
+            return prepare(
+                _some(sources, part),
+                vocabulary,
+                folder,
+                source=about,
+                is_cache=is_cache,
+                progress=progress,
+                tell=tell,
+            )
         except BusyError:
             if not waiting:
                 tell("another process prepares the same data; waiting for it")
@@ -260,16 +281,20 @@ def held_out_chats(
 
 
 def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:
-    sources = [
-        open_hub(name, field="messages") if name.startswith("hf:") else Path(name).expanduser()
-        for name in names
-    ]
+    sources = [open_hub(name) if name.startswith("hf:") else Path(name).expanduser() for name in names]
     described = [sha256_of(source) if isinstance(source, Path) else source.describe() for source in sources]
     about = {"files": described, "part": part}
     folder = cache_folder() / "chats" / _key(form.fingerprint, length, about)
     progress = _Progress(f"rendering conversations ({part})", tell)
     return prepare_chat(
-        _chat_rows(sources, part), form, folder, source=about, length=length, progress=progress
+        _chat_rows(sources, part),
+        form,
+        folder,
+        source=about,
+        length=length,
+        is_cache=True,
+        progress=progress,
+        tell=tell,
     )
 
 
