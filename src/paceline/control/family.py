@@ -139,12 +139,7 @@ def balance(recursion: Recursion, curvature: float, start: float, noise: float, 
     If this is positive, a stronger pull lowers the next loss: ∂F(θ_{k+1})/∂R = −β E⟨g_{k+1}, r_k⟩ exactly.
     Where it is 0, no other R improves one more step, but another R may improve the whole run.
     """
-    alpha, move = float(positive("curvature", curvature)), recursion.transition
-    whole("steps", steps, 0)
-    gap = np.array([1.0, -1.0])
-    mean, spread = np.full(2, float(finite("start", start))), np.zeros((2, 2))
-    kick = np.outer(recursion.kick, recursion.kick) * float(not_negative("noise", noise))
-    for _ in range(steps):
-        mean, spread = move @ mean, move @ spread @ move.T + kick
+    alpha = float(positive("curvature", curvature))
+    mean, spread = recursion.moments(steps, start, noise)
     second = spread + np.outer(mean, mean)
-    return float(alpha * move[0] @ second @ gap)
+    return float(alpha * recursion.transition[0] @ second @ np.array([1.0, -1.0]))

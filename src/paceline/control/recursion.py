@@ -74,8 +74,11 @@ class Recursion:
         """The spectral radius: the factor by which an error shrinks per step in the long run."""
         return float(np.max(np.abs(np.linalg.eigvals(self.transition))))
 
-    def error_after(self, steps: int, start: float, noise: float = 1.0) -> float:
-        """Return E[returned²] after `steps` from live = average = start, by doubling; noise is η²σ²."""
+    def moments(self, steps: int, start: float, noise: float = 1.0) -> tuple[Array, Array]:
+        """Return mean and covariance of the state after `steps` from live = average = start, by doubling.
+
+        `noise` is η²σ².
+        """
         steps = whole("steps", steps, 0)
         variance = float(not_negative("noise", noise))
         power, spread = self.transition, np.outer(self.kick, self.kick)  # of 2^i steps
@@ -85,7 +88,12 @@ class Recursion:
                 mean, total = power @ mean, power @ total @ power.T + spread
             spread = spread + power @ spread @ power.T
             power, steps = power @ power, steps >> 1
-        return float((self.readout @ mean) ** 2 + variance * (self.readout @ total @ self.readout))
+        return mean, variance * total
+
+    def error_after(self, steps: int, start: float, noise: float = 1.0) -> float:
+        """Return E[returned²] after `steps` from live = average = start; noise is η²σ²."""
+        mean, total = self.moments(steps, start, noise)
+        return float((self.readout @ mean) ** 2 + self.readout @ total @ self.readout)
 
 
 def stylized(
