@@ -25,7 +25,6 @@ from paceline.control.gains import (
     practical_gain,
     relaxed_gain,
     relaxed_gain_far,
-    relaxed_problem,
 )
 from paceline.control.lqg import LQG, scalar_riccati
 from paceline.control.simulate import Diffusion
@@ -333,12 +332,6 @@ def test_relaxed_gain_solves_the_printed_equation(alpha, lam):
     ours = relaxed_gain(alpha, lam, end, times)
     assert np.allclose(ours, found / lam, rtol=1e-9)
     assert np.allclose(ours, [float(printed_relaxed_gain(alpha, lam, end, t)) for t in times], rtol=1e-12)
-
-
-def test_relaxed_problem_of_a_diagonal_matrix_has_the_scalar_gains():
-    alphas = np.array([0.0, 0.3, 2.0, -0.4])
-    gain = relaxed_problem(np.diag(alphas), 0.2, 5.0).gain(1.5)
-    assert np.allclose(gain, np.diag(relaxed_gain(alphas, 0.2, 5.0, 1.5)), rtol=0, atol=1e-11)
 
 
 def test_E5_the_printed_riccati_solution_has_the_wrong_sign():

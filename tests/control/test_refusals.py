@@ -79,7 +79,6 @@ FUNCTIONS = [
     (gains.practical_gain, PROBLEM),
     (gains.original_gains_matrix, FOUR),
     (gains.original_problem, PROBLEM),
-    (gains.relaxed_problem, PROBLEM),
     (gains.original_cost, PROBLEM | {"start": 1.0, "variance": 0.5}),
     (lqg.scalar_riccati, {"drift": 1.0, "running_cost": 0.1, "control_cost": 0.5, "final_cost": 1.0}
      | {"horizon": 2.0, "time": 0.5}),
@@ -200,7 +199,6 @@ def posterior(**other):
             "curvature",
             [WIDE, HOLED, np.ones((2, 2, 2))],
         ),
-        (lambda m: gains.relaxed_problem(m, 0.1, 1.0), "curvature", [WIDE, HOLED]),
         (lambda m: diffusion(curvature=m), "curvature", [WIDE, HOLED]),
         (lambda m: unknown.flat_prior_estimate(seen(), m), "curvature", [HOLED]),
         (lambda m: lqg.LQG(**PLAIN | {"drift": m}), "drift", [WIDE, HOLED]),
