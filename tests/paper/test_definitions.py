@@ -35,7 +35,7 @@ MODELS = {
     "GPT-2-124M": ("gpt2", "hf:HuggingFaceFW/fineweb/sample-10BT", 1024, 512, 4750),
 }
 
-# tab:hp_per_experiment. Labels, model, η, c, κ, uf of PACE at a constant rate with the headline seed.
+# tab:hp_per_experiment. Labels, η of each model, c, κ, uf of PACE at a constant rate with the headline seed.
 C_1B = {1e-4, 5e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1}
 FIRST = ("fig:train_curves", "fig:c_kappa", "fig:appendix_full_train_curves")
 CLIP = ("fig:appendix_clip_frac", "fig:appendix_clip_frac_vs_c")
@@ -43,61 +43,53 @@ C_CLIP = {5e-3, 1.5e-2, 5e-2, 1.5e-1, 5e-1}
 C_135M = {1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1}
 ETA_135M = {1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3}
 RIVALS = ("fig:bema_sf", "fig:appendix_train_curves")
-THREE = {1e-3, 2e-3, 5e-3}  # as its caption says
 ETA_GPT = {3e-4, 1e-3, 1.5e-3, 2e-3, 2.5e-3, 3e-3, 1e-2}
 C_GPT = {1e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2, 3e-2, 1e-1, 3e-1}
 C_LOCAL = {3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2}
+LARGE = {"SmolLM2-1.7B": {3e-4, 7e-4, 1e-3}, "Qwen3-1.7B": {3e-4, 5e-4}, "Gemma3-1B": {1e-3, 5e-3}}
+HEADLINE = {"SmolLM2-1.7B": {1e-3}, "Qwen3-1.7B": {5e-4}, "Gemma3-1B": {1e-3}}
+RIVAL_RATES = {"SmolLM2-135M, long": {1e-3, 5e-3}}, {"Qwen3-1.7B": {3e-4, 5e-4}}
+SMALL, TULU_RATES = {"SmolLM2-135M": ETA_135M}, {"Qwen3-1.7B on tulu-3": {3e-4, 5e-4}}
+SHOWN = {"SmolLM2-135M": {1e-3, 2e-3, 5e-3}}  # three, as the caption says
+BUDGETS, GPT = {"SmolLM2-135M": {3e-3, 5e-3}}, {"GPT-2-124M": {2e-3}}
+K, K_135M = {0.2, 0.5, 0.7}, {0.3, 0.5, 0.7}
+SCHEDULED = ("fig:appendix_pretrain_csweep_kappa", "fig:appendix_pretrain_csweep")
 SWEEPS = [
-    (FIRST, "SmolLM2-1.7B", {3e-4, 7e-4, 1e-3}, C_1B, {0.2, 0.5, 0.7}, {1}),
-    (FIRST, "Qwen3-1.7B", {3e-4, 5e-4}, C_1B, {0.2, 0.5, 0.7}, {1}),
-    (FIRST, "Gemma3-1B", {1e-3, 5e-3}, C_1B, {0.2, 0.5, 0.7}, {1}),
-    (("fig:appendix_tulu_qwen",), "Qwen3-1.7B on tulu-3", {3e-4, 5e-4}, {5e-2, 1e-1, 1.5e-1, 2.5e-1},
-     {0.2, 0.5, 0.7}, {1}),
-    (("fig:clip_frac_body",), "SmolLM2-1.7B", {3e-4}, C_CLIP, {0.2, 0.5, 0.7}, {1}),
-    (CLIP, "SmolLM2-1.7B", {3e-4, 1e-3}, C_CLIP, {0.2, 0.5, 0.7}, {1}),
-    (("fig:135m_grid",), "SmolLM2-135M", ETA_135M, C_135M, {0.3}, {1, 5, 10}),
-    (("fig:appendix_135m_full_grid",), "SmolLM2-135M", ETA_135M, C_135M, {0.3, 0.5, 0.7}, {1, 5, 10}),
-    (("fig:appendix_wsd_val_curves",), "SmolLM2-135M", THREE, C_135M, {0.3, 0.5, 0.7}, {1}),
-    (("fig:appendix_wsd_finetune",), "SmolLM2-135M", ETA_135M, C_135M, {0.3, 0.5, 0.7}, {1}),
-    (RIVALS, "SmolLM2-135M, long", {1e-3, 5e-3}, C_135M, {0.3, 0.5, 0.7}, {1}),
-    (RIVALS, "Qwen3-1.7B", {3e-4, 5e-4}, C_1B, {0.2, 0.5, 0.7}, {1}),
-    (("fig:bema_sf",), "SmolLM2-135M", {3e-3, 5e-3}, {1e-1}, {0.3}, {1}),
-    (("fig:appendix_pretrain_kappa_sweep",), "GPT-2-124M", ETA_GPT, C_GPT, {0.2, 0.5, 0.7}, {1}),
-    (("fig:appendix_pretrain_csweep_kappa", "fig:appendix_pretrain_csweep"), "GPT-2-124M", {2e-3}, C_LOCAL,
-     {0.1, 0.2, 0.3, 0.5}, {1}),
-    (("fig:appendix_fig1_all_schedules",), "SmolLM2-1.7B", {1e-3}, C_1B, {0.2, 0.5, 0.7}, {1}),
-    (("fig:appendix_fig1_all_schedules",), "Qwen3-1.7B", {5e-4}, C_1B, {0.2, 0.5, 0.7}, {1}),
-    (("fig:appendix_fig1_all_schedules",), "Gemma3-1B", {1e-3}, C_1B, {0.2, 0.5, 0.7}, {1}),
-    (("fig:appendix_multiseed_robust",), "SmolLM2-1.7B", {1e-3}, {1e-1}, {0.2}, {1}),
-    (("fig:appendix_multiseed_robust",), "Qwen3-1.7B", {5e-4}, {1e-1}, {0.2}, {1}),
-    (("fig:appendix_multiseed_robust",), "Gemma3-1B", {1e-3}, {1e-1}, {0.2}, {1}),
-    (("fig:appendix_pretrain_river",), "GPT-2-124M", {2e-3}, {2e-3, 3e-3}, {0.5}, {1}),
-]  # fmt: skip
+    (FIRST, LARGE, C_1B, K, {1}),
+    (("fig:appendix_fig1_all_schedules",), HEADLINE, C_1B, K, {1}),
+    (("fig:appendix_multiseed_robust",), HEADLINE, {1e-1}, {0.2}, {1}),
+    (("fig:appendix_tulu_qwen",), TULU_RATES, {5e-2, 1e-1, 1.5e-1, 2.5e-1}, K, {1}),
+    (("fig:clip_frac_body",), {"SmolLM2-1.7B": {3e-4}}, C_CLIP, K, {1}),
+    (CLIP, {"SmolLM2-1.7B": {3e-4, 1e-3}}, C_CLIP, K, {1}),
+    (("fig:135m_grid",), SMALL, C_135M, {0.3}, {1, 5, 10}),
+    (("fig:appendix_135m_full_grid",), SMALL, C_135M, K_135M, {1, 5, 10}),
+    (("fig:appendix_wsd_val_curves",), SHOWN, C_135M, K_135M, {1}),
+    (("fig:appendix_wsd_finetune",), SMALL, C_135M, K_135M, {1}),
+    (RIVALS, RIVAL_RATES[0], C_135M, K_135M, {1}),
+    (RIVALS, RIVAL_RATES[1], C_1B, K, {1}),
+    (("fig:bema_sf",), BUDGETS, {1e-1}, {0.3}, {1}),
+    (("fig:appendix_pretrain_kappa_sweep",), {"GPT-2-124M": ETA_GPT}, C_GPT, K, {1}),
+    (SCHEDULED, GPT, C_LOCAL, {0.1, 0.2, 0.3, 0.5}, {1}),
+    (("fig:appendix_pretrain_river",), GPT, {2e-3, 3e-3}, {0.5}, {1}),
+]
 
-CONSTANT, ALL = {"constant"}, {"constant", "cosine", "wsd"}
-# The same of AdamW: labels, model, η, schedules, seeds.
+CONSTANT, TWO, ALL = {"constant"}, {"constant", "wsd"}, {"constant", "cosine", "wsd"}
+# Of AdamW: labels, η of each model, schedules, seeds.
 BASELINES = [
-    (("fig:train_curves", "fig:appendix_full_train_curves"), "SmolLM2-1.7B", {3e-4, 7e-4, 1e-3}, ALL, {42}),
-    (("fig:train_curves", "fig:appendix_full_train_curves"), "Qwen3-1.7B", {3e-4, 5e-4}, ALL, {42}),
-    (("fig:train_curves", "fig:appendix_full_train_curves"), "Gemma3-1B", {1e-3, 5e-3}, ALL, {42}),
-    (("fig:c_kappa",), "Gemma3-1B", {1e-3, 5e-3}, CONSTANT, {42}),
-    (("fig:appendix_tulu_qwen",), "Qwen3-1.7B on tulu-3", {3e-4, 5e-4}, CONSTANT, {42}),
-    (("fig:135m_grid", "fig:appendix_135m_full_grid"), "SmolLM2-135M", ETA_135M, CONSTANT, {42}),
-    (("fig:appendix_wsd_val_curves",), "SmolLM2-135M", THREE, ALL, {42}),
-    (("fig:appendix_wsd_finetune",), "SmolLM2-135M", ETA_135M, ALL, {42}),
-    (RIVALS, "SmolLM2-135M, long", {1e-3, 5e-3}, CONSTANT, {42}),
-    (RIVALS, "Qwen3-1.7B", {3e-4, 5e-4}, CONSTANT, {42}),
-    (("fig:bema_sf",), "SmolLM2-135M", {3e-3, 5e-3}, {"constant", "wsd"}, {42}),
-    (("fig:appendix_pretrain_kappa_sweep",), "GPT-2-124M", ETA_GPT, CONSTANT, {42}),
-    (("fig:appendix_pretrain_csweep",), "GPT-2-124M", {2e-3}, ALL, {0, 1, 42}),
-    (("fig:appendix_pretrain_csweep_kappa",), "GPT-2-124M", {2e-3}, ALL, {42}),
-    (("fig:appendix_fig1_all_schedules",), "SmolLM2-1.7B", {1e-3}, ALL, {42}),
-    (("fig:appendix_fig1_all_schedules",), "Qwen3-1.7B", {5e-4}, ALL, {42}),
-    (("fig:appendix_fig1_all_schedules",), "Gemma3-1B", {1e-3}, ALL, {42}),
-    (("fig:appendix_multiseed_robust",), "SmolLM2-1.7B", {1e-3}, {"constant", "wsd"}, {42, 1337, 2024}),
-    (("fig:appendix_multiseed_robust",), "Qwen3-1.7B", {5e-4}, {"constant", "wsd"}, {42, 1337, 2024}),
-    (("fig:appendix_multiseed_robust",), "Gemma3-1B", {1e-3}, {"constant", "wsd"}, {42, 1337, 2024}),
-]  # fmt: skip
+    (("fig:train_curves", "fig:appendix_full_train_curves"), LARGE, ALL, {42}),
+    (("fig:c_kappa",), LARGE, CONSTANT, {42}),
+    (("fig:appendix_fig1_all_schedules",), HEADLINE, ALL, {42}),
+    (("fig:appendix_multiseed_robust",), HEADLINE, TWO, {42, 1337, 2024}),
+    (("fig:appendix_tulu_qwen",), TULU_RATES, CONSTANT, {42}),
+    (("fig:135m_grid", "fig:appendix_135m_full_grid"), SMALL, CONSTANT, {42}),
+    (("fig:appendix_wsd_val_curves",), SHOWN, ALL, {42}),
+    (("fig:appendix_wsd_finetune",), SMALL, ALL, {42}),
+    (RIVALS, RIVAL_RATES[0] | RIVAL_RATES[1], CONSTANT, {42}),
+    (("fig:bema_sf",), BUDGETS, TWO, {42}),
+    (("fig:appendix_pretrain_kappa_sweep",), {"GPT-2-124M": ETA_GPT}, CONSTANT, {42}),
+    (("fig:appendix_pretrain_csweep",), GPT, ALL, {0, 1, 42}),
+    (("fig:appendix_pretrain_csweep_kappa",), GPT, ALL, {42}),
+]
 
 
 @cache
@@ -140,18 +132,18 @@ def test_every_figure_of_the_paper_is_there():
     assert set(FIGURES) == LABELS and len(LABELS) == 20
 
 
-@pytest.mark.parametrize("labels, model, rates, strengths, powers, periods", SWEEPS)
-def test_the_sweeps_of_pace(labels, model, rates, strengths, powers, periods):
-    for label in labels:
+@pytest.mark.parametrize("labels, models, strengths, powers, periods", SWEEPS)
+def test_the_sweeps_of_pace(labels, models, strengths, powers, periods):
+    for label, (model, rates) in product(labels, models.items()):
         own = found(label, model, "PACE", schedule="constant", seed=42)
         expected = set(product(rates, strengths, powers, periods))
         assert {(cell.lr, cell.c, cell.kappa, cell.uf) for cell in own} == expected
         assert len(own) == len(expected)
 
 
-@pytest.mark.parametrize("labels, model, rates, schedules, seeds", BASELINES)
-def test_the_sweeps_of_adamw(labels, model, rates, schedules, seeds):
-    for label in labels:
+@pytest.mark.parametrize("labels, models, schedules, seeds", BASELINES)
+def test_the_sweeps_of_adamw(labels, models, schedules, seeds):
+    for label, (model, rates) in product(labels, models.items()):
         own = found(label, model, "AdamW", steps=MODELS[model][4])
         assert {(c.lr, c.schedule, c.seed) for c in own} == set(product(rates, schedules, seeds))
 
@@ -308,10 +300,6 @@ def test_data_of_this_machine_change_no_name():
     here = located(PAPER, data=data, models={"qwen3-1.7b": "qwen"})
     runs = runs_of(["all"], here)
     assert {one.name for one in runs} == everything().keys()
-    places = {one.tags["model"]: (one.run.data, one.run.held_out, one.run.model) for one in runs}
-    assert places["GPT-2-124M"] == (("t.jsonl",), ("v.jsonl",), "gpt2")
-    assert places["Qwen3-1.7B"] == (("c.jsonl",), (), "qwen")
-    assert places["Qwen3-1.7B on tulu-3"] == (("u.jsonl",), (), "qwen")
     # At a smaller scale tulu-3 is the same run as the other data, which it therefore reads.
     small = runs_of(["appendix_tulu_qwen"], located(GPU, data=data))
     assert {one.run.data for one in small} == {("c.jsonl",)}
