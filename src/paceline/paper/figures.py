@@ -166,7 +166,7 @@ SMALLER = (
     Figure(
         "fig:appendix_wsd_finetune", "Fine-tuning across learning rates",
         both({SMALL: SMALL_RATES}, SMALL_STRENGTHS, SMALL_POWERS, schedules=SCHEDULES),
-        grid(_over_lr, {f"{SMALL}, others at their best decay": {"uf": (1, None)}}),
+        grid(_over_lr, {f"{SMALL}, AdamW and EMA at their best decay": {"uf": (1, None)}}),
     ),
     Figure(
         "fig:bema_sf", "PACE, Schedule-Free, AdamW and EMA",
