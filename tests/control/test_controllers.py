@@ -25,11 +25,10 @@ from paceline.control.gains import (
     practical_gain,
     relaxed_gain,
     relaxed_gain_far,
-    relaxed_problem,
 )
 from paceline.control.lqg import LQG, scalar_riccati
 from paceline.control.simulate import Diffusion
-from paceline.control.unknown import Seen, certainty_equivalent_control, flat_prior_estimate, posterior
+from paceline.control.unknown import Seen, certainty_equivalent_control, posterior
 
 pytestmark = pytest.mark.slow  # a quarter of a minute together: not part of `make check`
 
@@ -246,7 +245,7 @@ def test_a_long_horizon_gives_the_algebraic_riccati_equation(n, m):
     assert relative(lqg(**given).riccati(0.0), steady) < 1e-9
 
 
-@pytest.mark.parametrize(("n", "m"), SIZES)
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 2)])
 def test_any_other_gain_costs_more_by_the_square_of_the_difference(n, m):
     """J(u) − J* = E ∫ (u − u*)' R (u − u*), which is 0 for u* only."""
     given = general_problem(n, m)
@@ -255,7 +254,6 @@ def test_any_other_gain_costs_more_by_the_square_of_the_difference(n, m):
     for other in (
         lambda t: 0.8 * problem.gain(t),
         lambda t: problem.gain(t) + 0.3 * np.sin(3 * t) * aside,
-        lambda _: np.zeros((m, n)),
     ):
         cost, more = feedback_cost(other, start, problem.gain, **given)
         assert more > 1e-4
@@ -306,33 +304,13 @@ def test_E3_a_semidefinite_control_cost_is_refused():
 # --- lem:scalar-riccati-solution -----------------------------------------------------------------------
 
 
-SCALARS = [  # a, q, r, q_f
-    (-0.7, 0.5, 0.4, 0.0),
-    (0.7, 0.5, 0.4, 2.0),
-    (1.5, 0.0, 0.4, 0.3),
-    (-1.5, 0.0, 0.4, 0.3),
-    (0.0, 0.5, 2.0, 0.0),
-    (0.0, 0.0, 2.0, 3.0),
-]
-
-
-@pytest.mark.parametrize(("a", "q", "r", "qf"), SCALARS)
-def test_scalar_riccati_is_what_backward_integration_finds(a, q, r, qf):
-    times = np.array([0.0, 0.4, 1.9, 3.0])
-    expected = backward(lambda p: 2 * a * p - p**2 / r + q, np.array([qf]), 3.0, times)[:, 0]
-    assert np.allclose(scalar_riccati(a, q, r, qf, 3.0, times), expected, rtol=1e-10, atol=1e-14)
-
-
 def test_scalar_riccati_stays_at_its_fixed_points():
     a, q, r = 0.6, 0.5, 0.4
     upper = r * (a + np.sqrt(a**2 + q / r))
     assert np.allclose(scalar_riccati(a, q, r, upper, 3.0, [0.0, 1.0, 2.9]), upper, rtol=1e-14)
     # q_f = β₋ = 0, where the printed form divides by 0.
     assert np.array_equal(scalar_riccati(a, 0.0, r, 0.0, 3.0, [0.0, 1.0]), [0.0, 0.0])
-
-
-def test_scalar_riccati_is_nothing_where_nothing_costs_also_for_a_long_unstable_way():
-    assert scalar_riccati(1000.0, 0.0, 1.0, 0.0, 1.0, 0.0) == 0.0
+    assert scalar_riccati(1000.0, 0.0, 1.0, 0.0, 1.0, 0.0) == 0.0  # also where e^(2aT) overflows
 
 
 # --- thm:optimal_control_relaxed -----------------------------------------------------------------------
@@ -354,22 +332,6 @@ def test_relaxed_gain_solves_the_printed_equation(alpha, lam):
     ours = relaxed_gain(alpha, lam, end, times)
     assert np.allclose(ours, found / lam, rtol=1e-9)
     assert np.allclose(ours, [float(printed_relaxed_gain(alpha, lam, end, t)) for t in times], rtol=1e-12)
-
-
-@pytest.mark.parametrize("d", [1, 2, 3, 4])
-def test_relaxed_problem_solves_the_printed_equation_for_any_matrix(d):
-    a, lam, end, times = SKEWED[d], 0.3, 5.0, [0.0, 3.0, 4.5]
-    one = np.eye(d)
-    found = backward(lambda p: -(a.T @ p + p @ a + p @ p / lam - one / end), 0 * one, end, times)
-    problem = relaxed_problem(a, lam, end)
-    for time, p in zip(times, found, strict=True):
-        assert relative(problem.gain(time), p / lam) < 1e-9
-
-
-def test_relaxed_problem_of_a_diagonal_matrix_has_the_scalar_gains():
-    alphas = np.array([0.0, 0.3, 2.0, -0.4])
-    gain = relaxed_problem(np.diag(alphas), 0.2, 5.0).gain(1.5)
-    assert np.allclose(gain, np.diag(relaxed_gain(alphas, 0.2, 5.0, 1.5)), rtol=0, atol=1e-11)
 
 
 def test_E5_the_printed_riccati_solution_has_the_wrong_sign():
@@ -465,17 +427,6 @@ def test_matrix_riccati_is_what_backward_integration_finds(name, lam):
         assert relative(gain.balance, expected[1] / lam) < 1e-9
 
 
-@pytest.mark.parametrize("alpha", [-2.0, -0.3, 0.0, 1e-7, 0.4, 3.0])
-@pytest.mark.parametrize("lam", [0.003, 0.5])
-def test_scalar_riccati_of_the_mean_fulfils_the_printed_equations(alpha, lam):
-    """lem:original_objective_solution_scalar."""
-    end, a = 3.0, np.array([[alpha]])
-    times = np.array([0.0, 0.9, 2.9])
-    ours = np.array(original_riccati(alpha, lam, end, times))
-    assert np.allclose(ours, mns_backward(a, lam, end, times)[..., 0, 0].T, rtol=1e-9)
-    assert np.array_equal(np.ravel(original_riccati(alpha, lam, end, 3.0)), [0.0, 0.0, lam / (lam * 9.0)])
-
-
 def test_a_diagonal_matrix_has_the_gains_of_its_entries_which_broadcast():
     alphas = np.array([0.0, 1e-8, 0.3, 2.0, -0.4])
     matrix, apart = (
@@ -514,17 +465,6 @@ def test_the_best_cost_of_the_mean_is_that_of_the_moments_and_other_gains_cost_m
 def test_best_cost_does_not_depend_on_what_else_is_in_the_array():
     alone = original_cost(0.0, 1.0, 1e8, 1e-3, 1.0)
     assert original_cost(0.0, [1.0, -1.0], 1e8, 1e-3, 1.0)[0] == pytest.approx(alone, rel=1e-12)
-
-
-def test_monte_carlo_of_the_best_control_costs_the_closed_form():
-    problem = Diffusion(curvature=ALPHA, horizon=HORIZON, penalty=PENALTY, covariance=VARIANCE)
-    control = simulate.knowing(problem, 2.0)
-    paths = simulate.simulate(problem, control, 2.0 + START, 2.0, steps=400, paths=20000, seed=3)
-    cost, error = paths.cost(2.0, PENALTY)
-    each = (paths.mean[:, 0] - 2.0) ** 2 + PENALTY * paths.effort
-    assert (cost, error) == pytest.approx((np.mean(each), np.std(each) / 20000**0.5), rel=1e-4)
-    assert error < 6e-4
-    assert abs(cost - original_cost(START, ALPHA, PENALTY, HORIZON, VARIANCE)) < 3 * error
 
 
 # --- Errata of the original objective ------------------------------------------------------------------
@@ -715,15 +655,6 @@ def test_E12_the_posterior_in_closed_form_is_the_conditioning_of_a_joint_gaussia
     assert np.allclose(ours.covariance, spread, rtol=0, atol=1e-12)
 
 
-def test_flat_prior_estimate_is_the_limit_of_wide_priors():
-    seen, gaps = some_path(4), []
-    for wide in (1e2, 1e4, 1e6):
-        found = posterior(seen, SKEWED[2], NOISE_2, [3.0, -3.0], wide * np.eye(2)).mean
-        gaps.append(np.max(np.abs(found - flat_prior_estimate(seen, SKEWED[2]))))
-    assert gaps[2] < 1e-4
-    assert np.allclose(np.divide(gaps[:-1], gaps[1:]), 100, rtol=0.05)
-
-
 def test_E11_the_estimate_sees_the_noise_off_its_diagonal():
     """The gains do not: no function of them takes a covariance."""
     a, correlated, zero = np.diag([1.0, 0.5]), np.array([[1.0, 0.8], [0.8, 1.0]]), np.zeros(2)
@@ -821,19 +752,6 @@ def test_certainty_equivalence_is_the_best_of_all_affine_policies(case, relaxed)
         assert cost == pytest.approx(best, rel=1e-10) if factor == 1.0 else cost > 1.001 * best
 
 
-def test_the_gains_of_continuous_time_approach_the_best_affine_policy():
-    """The chain's own gains differ by O(dt), and around the best policy the cost is flat: O(dt²)."""
-    a, noise, start, mean, root, _ = UNKNOWN["scalar"]
-    problem = Diffusion(curvature=a, horizon=2.0, penalty=0.05, covariance=noise)
-    control, gaps = simulate.estimating(problem, mean, root @ root.T), []
-    for steps in (6, 12, 24):
-        best = best_affine_cost(a, noise, 0.05, 2.0, start, mean, root, steps, relaxed=False)
-        gaps.append(chain_costs(problem, control, start, mean, root, steps)[0] / best - 1)
-    assert 0 < gaps[2] < 0.02
-    assert gaps[0] / gaps[1] > 2.5
-    assert gaps[1] / gaps[2] > 3
-
-
 def test_the_estimate_of_bema_is_the_wide_prior():
     problem = Diffusion(curvature=SKEWED[2], horizon=2.0, penalty=0.05, covariance=NOISE_2)
     bema, wide = (
@@ -846,14 +764,6 @@ def test_the_estimate_of_bema_is_the_wide_prior():
     assert np.allclose(bema(seen), wide(seen), rtol=1e-6)
     begin = Seen(time=0.0, start=start, weights=start, integral=0 * start, control=0 * start)
     assert np.array_equal(bema(begin), np.zeros((3, 2)))
-
-
-def test_diagonal_gains_control_each_coordinate_by_its_own():
-    seen = Seen(time=1.0, start=np.zeros(2), weights=np.ones((3, 2)), integral=np.ones((3, 2)), control=0.0)
-    apart = original_gains([0.5, 2.0], 0.1, 4.0, 1.0)
-    together = original_gains_matrix(np.diag([0.5, 2.0]), 0.1, 4.0, 1.0)
-    ours = [certainty_equivalent_control(seen, np.array([3.0, 5.0]), some) for some in (apart, together)]
-    np.testing.assert_allclose(*ours, rtol=1e-12)
 
 
 # --- The simulation ------------------------------------------------------------------------------------
@@ -918,8 +828,8 @@ def test_the_controller_sees_the_time_the_start_and_what_was_done():
     assert np.allclose(times, 0.25 * np.arange(8))
 
 
-@pytest.mark.parametrize("steps", [1000, 30, 3, 1])
-@pytest.mark.parametrize("alpha", [1.0, 30.0, 1e3, 1e5])
+@pytest.mark.parametrize("steps", [30, 1])
+@pytest.mark.parametrize("alpha", [1.0, 1e3, 1e5])
 def test_exact_steps_may_be_as_long_as_the_run(alpha, steps):
     """Without control weights and mean have a known law, however coarse the steps."""
     problem, paths = Diffusion(curvature=alpha, horizon=3.0), 4000
@@ -1019,13 +929,6 @@ def test_original_cost_has_nine_digits_for_every_curvature(sign, start):
     assert digits(ours, expected) < 1e-9
 
 
-SHEARS = {  # eigenvalues over the first, and the vectors: neither symmetric nor normal
-    "triangular": ([1, 2], [[1, 1], [0, 1]]),
-    "steep": ([1, 0.01], [[1, 3], [2, -1]]),
-    "full": ([1, 0.5, 3], [[1, 0, 2], [1, 1, 0], [0, -1, 1]]),
-}
-
-
 def mp_sheared_riccati(scale, rates, vectors, lam, end, time):
     """M, N, S of V diag(rates · scale) V⁻¹: in the coordinates of V all integrals are of exponentials."""
     left, d = mpmath.mpf(float(end - time)), len(rates)
@@ -1043,29 +946,26 @@ def mp_sheared_riccati(scale, rates, vectors, lam, end, time):
     return h.T * s * h, h.T * s, s
 
 
+# Neither symmetric nor normal: eigenvalues over the first, the vectors, and scales of the eigenvalues.
+DECAYING = [1e-12, 1e-6, 0.01, 0.5, 7.0, 800.0, 1e6, -0.3, -2.0]
+SHEARS = {
+    "triangular": ([1, 2], [[1, 1], [0, 1]], DECAYING),
+    "steep": ([1, 0.01], [[1, 3], [2, -1]], DECAYING),
+    "full": ([1, 0.5, 3], [[1, 0, 2], [1, 1, 0], [0, -1, 1]], DECAYING),
+    # Between the largest and the smallest eigenvalue of T² I + G/λ there are up to 800 digits.
+    "saddle": ([-1, 0.9], [[1, 3], [2, -1]], [3.0, 12.0, 30.0, 1000.0]),
+}
+
+
 @pytest.mark.parametrize("name", SHEARS)
-@pytest.mark.parametrize("scale", [1e-12, 1e-6, 0.01, 0.5, 7.0, 800.0, 1e6, -0.3, -2.0])
-def test_a_matrix_that_is_not_symmetric_has_nine_digits(name, scale):
-    rates, vectors = SHEARS[name]
+def test_a_matrix_that_is_not_symmetric_has_nine_digits(name):
+    rates, vectors, scales = SHEARS[name]
     v = np.array(vectors, float)
-    for lam, end in ((1e-4, 2.0), (1.0, 30.0)):
+    for scale, (lam, end) in itertools.product(scales, ((1e-4, 2.0), (1.0, 30.0))):
         a = v @ np.diag(np.array(rates) * scale / end) @ np.linalg.inv(v)
         ours = original_riccati_matrix(a, lam, end, 0.25 * end)
-        with mpmath.workdps(100):
+        with mpmath.workdps(1000 if name == "saddle" else 100):
             expected = mp_sheared_riccati(scale / end, rates, vectors, lam, end, 0.25 * end)
-        for block, true in zip(ours, expected, strict=True):
-            assert relative(block, np.array(true.tolist(), float)) < 1e-9
-
-
-@pytest.mark.parametrize("scale", [3.0, 12.0, 30.0, 1000.0])
-def test_a_matrix_that_both_grows_and_decays_has_nine_digits(scale):
-    """Between the largest and the smallest eigenvalue of T² I + G/λ there are up to 800 digits."""
-    rates, vectors = [-1, 0.9], [[1, 3], [2, -1]]
-    a = vectors @ np.diag(scale * np.array(rates)) @ np.linalg.inv(vectors)
-    for lam in (0.1, 10.0):
-        ours = original_riccati_matrix(a, lam, 1.0, 0.0)
-        with mpmath.workdps(1000):
-            expected = mp_sheared_riccati(scale, rates, vectors, lam, 1.0, 0.0)
         for block, true in zip(ours, expected, strict=True):
             assert relative(block, np.array(true.tolist(), float)) < 1e-9
 
@@ -1097,14 +997,6 @@ def test_scalar_riccati_has_nine_digits_also_where_the_printed_form_cancels():
     ours = scalar_riccati(a, q, r, qf, left, 0.0)
     assert np.all(np.isfinite(ours))
     assert digits(ours, expected) < 1e-9
-
-
-def test_a_large_drift_outgrows_a_tiny_running_cost():
-    """p goes to 2ar, however small q is, if there is time enough; ω − a has no digit left of q then."""
-    assert scalar_riccati(1e3, 1e-30, 0.5, 0.0, 1.0, 0.0) == pytest.approx(1e3, rel=1e-12)
-    assert scalar_riccati(1e3, 1e-30, 0.5, 0.0, 1.0, 1.0 - 1e-3) == pytest.approx(
-        1e-30 * np.expm1(2.0) / 2e3, rel=1e-9
-    )
 
 
 @pytest.mark.parametrize("time", [0.0, 4e5])

@@ -100,6 +100,9 @@ def test_a_bad_run_does_not_hide_the_rest():
     assert y_range(good * 2)[1] == ()
     (low, high), outside = y_range([*good, *good, *[11.0] * 40])
     assert (low, high) == pytest.approx((2.9805, 3.4095)) and outside == (11.0,) * 40
+    # The best run of all stays in the picture.
+    (low, high), outside = y_range([*good, 1.0, 11.0])
+    assert low < 1.0 and outside == (11.0,)
 
 
 @pytest.mark.parametrize("values", [[2.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 5.0], [-3.0, 4.0]])
@@ -136,7 +139,7 @@ def test_nothing_and_odd_names_are_drawn_and_the_same_values_give_the_same_files
         looks.frame(axes, "$\\frac{", "漢字", "y")
         looks.curve(axes, [1, 2], [1, 2], look(3), "a")
 
-    rows = ((plot(), replace(odd, lines=named)), (plot((None, None), zoom=True), panel))
+    rows = ((plot(), replace(odd, lines=named)), (plot((None, None)), panel))
     (path,) = draw(Sheet(title="$\\frac{", rows=rows, notes=("n",)), tmp_path / "odd.1", (".png",))
     assert path.name == "odd.1.png" and path.stat().st_size > 5000
     one, other = (

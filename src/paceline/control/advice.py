@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-from paceline.control.checks import number, one, positive, whole
+from paceline.control import checks
 from paceline.control.family import right_ratio, speed_factor
 
 POWERS = (0.3, 0.5, 0.7)
@@ -27,13 +27,13 @@ class Situation:
     """The best learning rate of AdamW with an average; None if unknown."""
 
     def __post_init__(self) -> None:
-        one("lr", positive("lr", self.lr))
-        whole("steps", self.steps, 1)
-        number("ratio", self.ratio, "a finite number > -1", lambda x: x > -1)
-        number("power", self.power, "0 <= power <= 1", lambda x: (x >= 0) & (x <= 1))
-        one("step", positive("step", self.step))
+        checks.one("lr", checks.positive("lr", self.lr))
+        checks.whole("steps", self.steps, 1)
+        checks.number("ratio", self.ratio, "a finite number > -1", lambda x: x > -1)
+        checks.number("power", self.power, "0 <= power <= 1", lambda x: (x >= 0) & (x <= 1))
+        checks.one("step", checks.positive("step", self.step))
         if self.best_lr is not None:
-            one("best_lr", positive("best_lr", self.best_lr))
+            checks.one("best_lr", checks.positive("best_lr", self.best_lr))
 
     def rate(self, power: float | None = None) -> float:
         """Return β at the last step, for another power than `self.power` if one is given."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import finite, fraction, not_negative, number, positive, require, whole
+from paceline.control import checks
 
 
 class Tuned(NamedTuple):
@@ -23,11 +23,11 @@ class Tuned(NamedTuple):
 def _constants(
     pull: ArrayLike, rate: float, lipschitz: float, sigma: float, distance: ArrayLike
 ) -> tuple[float, float, float, float, float]:
-    c = np.atleast_1d(number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))
-    beta = float(fraction("rate", rate))
-    g, noise = float(positive("lipschitz", lipschitz)), float(not_negative("sigma", sigma))
-    way = np.atleast_1d(finite("distance", distance))
-    require(way.shape == c.shape or c.size == 1, "distance", distance, "as many numbers as pull")
+    c = np.atleast_1d(checks.number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))
+    beta = float(checks.fraction("rate", rate))
+    g, noise = float(checks.positive("lipschitz", lipschitz)), float(checks.not_negative("sigma", sigma))
+    way = np.atleast_1d(checks.finite("distance", distance))
+    checks.require(way.shape == c.shape or c.size == 1, "distance", distance, "as many numbers as pull")
     v = float(np.hypot(g, noise))
     b = beta + (1 - beta) * c  # B
     d2 = float(np.sum(way**2 * b) / beta)  # D_C²; the \\cdot in print is a stray one (E13)
@@ -43,9 +43,9 @@ def convex_bound(
     `lrs` are the learning rates of all steps, which must not increase. The mean weighs each θ_k by its rate.
     `distance` is θ_1 − μ, for each coordinate.
     """
-    etas = np.atleast_1d(positive("lrs", lrs))
-    require(etas.size > 0, "lrs", lrs, "at least one")
-    require(bool(np.all(np.diff(etas) <= 0)), "lrs", lrs, "learning rates that do not increase")
+    etas = np.atleast_1d(checks.positive("lrs", lrs))
+    checks.require(etas.size > 0, "lrs", lrs, "at least one")
+    checks.require(bool(np.all(np.diff(etas) <= 0)), "lrs", lrs, "learning rates that do not increase")
     d2, factor, *_ = _constants(pull, rate, lipschitz, sigma, distance)
     return float((d2 + factor * np.sum(etas**2)) / (2 * np.sum(etas)))
 
@@ -59,7 +59,7 @@ def convex_bound_tuned(
     coordinate. The paper says that the loose one's 1/β "likely cannot be improved", which is wrong (E27):
     with one pull for all coordinates, the tight bound is at most √(3/β − 2) times SGD's.
     """
-    whole("steps", steps, 1)
+    checks.whole("steps", steps, 1)
     d2, factor, v, distance_norm, beta = _constants(pull, rate, lipschitz, sigma, distance)
     root = np.sqrt(steps)
     return Tuned(

@@ -17,15 +17,9 @@ from numpy.typing import ArrayLike
 from scipy.optimize import linprog, minimize
 from scipy.special import expit
 
-from paceline.control.checks import (
-    Array,
-    checked_rate,
-    finite,
-    positive,
-    require,
-    whole,
-)
-from paceline.control.recursion import VARIANTS, Pair, Variant, step
+from paceline.control import checks
+from paceline.control.checks import Array
+from paceline.control.recursion import Pair, Variant, step
 
 # --- Losses -------------------------------------------------------------------------------------------
 
@@ -50,9 +44,9 @@ class PiecewiseLinear:
     offsets: Array  # (n,)
 
     def __post_init__(self) -> None:
-        require(finite("slopes", self.slopes).ndim == 2, "slopes", self.slopes, "a matrix")
-        ok = finite("offsets", self.offsets).shape == self.slopes.shape[:1]
-        require(ok, "offsets", self.offsets, f"{len(self.slopes)} numbers, one for each row of slopes")
+        checks.require(checks.finite("slopes", self.slopes).ndim == 2, "slopes", self.slopes, "a matrix")
+        ok = checks.finite("offsets", self.offsets).shape == self.slopes.shape[:1]
+        checks.require(ok, "offsets", self.offsets, f"{len(self.slopes)} numbers, one for each row of slopes")
 
     @property
     def size(self) -> int:
@@ -101,11 +95,12 @@ class Logistic:
     batch: int = 8
 
     def __post_init__(self) -> None:
-        require(finite("features", self.features).ndim == 2, "features", self.features, "a matrix")
+        features = checks.finite("features", self.features)
+        checks.require(features.ndim == 2, "features", self.features, "a matrix")
         ok = np.shape(self.labels) == self.features.shape[:1] and set(np.unique(self.labels)) <= {-1.0, 1.0}
-        require(ok, "labels", self.labels, "-1 and 1, one for each row of features")
-        positive("decay", self.decay)
-        whole("batch", self.batch, 1)
+        checks.require(ok, "labels", self.labels, "-1 and 1, one for each row of features")
+        checks.positive("decay", self.decay)
+        checks.whole("batch", self.batch, 1)
 
     @property
     def size(self) -> int:
@@ -174,21 +169,20 @@ def train(
 
     lr, pull and rates are constants or functions of the step, which counts from 1.
     """
-    whole("steps", steps, 1)
-    whole("paths", paths, 1)
-    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
-    rng = np.random.default_rng(whole("seed", seed, 0))
-    begin = np.atleast_1d(finite("start", start))
-    require(begin.shape == (loss.size,), "start", start, f"{loss.size} numbers")
+    checks.whole("steps", steps, 1)
+    checks.whole("paths", paths, 1)
+    rng = np.random.default_rng(checks.whole("seed", seed, 0))
+    begin = np.atleast_1d(checks.finite("start", start))
+    checks.require(begin.shape == (loss.size,), "start", start, f"{loss.size} numbers")
     pair = Pair(np.tile(begin, (paths, 1)), np.tile(begin, (paths, 1)))
     flat, weight = np.zeros_like(pair.live), 0.0
     for k in range(1, steps + 1):
-        eta = float(positive("lr", lr(k) if callable(lr) else lr))
-        beta = float(checked_rate(rate(k) if callable(rate) else rate))
+        eta = float(checks.positive("lr", lr(k) if callable(lr) else lr))
+        beta = rate(k) if callable(rate) else rate
         flat, weight = flat + eta * pair.live, weight + eta
         gradient = loss.gradient(pair.live, rng)
-        strength = finite("pull", pull(k) if callable(pull) else pull)
-        require(
+        strength = checks.finite("pull", pull(k) if callable(pull) else pull)
+        checks.require(
             strength.shape in ((), (1,), begin.shape), "pull", strength.tolist(), f"1 or {loss.size} numbers"
         )
         pair = step(pair, gradient, eta, strength, beta, variant)

@@ -9,18 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import (
-    Array,
-    checked_rate,
-    finite,
-    fraction,
-    not_negative,
-    number,
-    one,
-    positive,
-    require,
-    whole,
-)
+from paceline.control import checks
+from paceline.control.checks import Array
 from paceline.control.recursion import Recursion, stylized
 
 
@@ -33,7 +23,7 @@ class Setting(NamedTuple):
 
     def on(self, curvature: float) -> Recursion:
         """Return the recursion of one coordinate of this curvature."""
-        return stylized(self.lr * one("curvature", positive("curvature", curvature)), self.rate, self.pull)
+        return stylized(self.lr * float(checks.positive("curvature", curvature)), self.rate, self.pull)
 
     def error_after(self, steps: int, curvature: float, start: float, sigma: float) -> float:
         """Return E[returned²] of a coordinate; sigma is that of the gradient noise."""
@@ -45,8 +35,9 @@ def pace(lr: float, rate: float, strength: float) -> Setting:
 
     R = 0 is SGD with an EMA, and R < 0 pushes away from the average (see drift.py).
     """
-    beta = one("rate", checked_rate(rate))
-    return Setting(one("lr", positive("lr", lr)), beta, beta * one("strength", finite("strength", strength)))
+    beta = checks.one("rate", checks.checked_rate(rate))
+    gain = beta * checks.one("strength", checks.finite("strength", strength))
+    return Setting(checks.one("lr", checks.positive("lr", lr)), beta, gain)
 
 
 def ema(lr: float, rate: float) -> Setting:
@@ -65,10 +56,10 @@ def gpa(lr: float, mu_x: float, mu_y: float) -> Setting:
 
     The live weights are GPA's y, the average its x. So GPA pushes, with R = −s μ_y/(1 − μ_y).
     """
-    beta = 1 - float(number("mu_x", mu_x, "0 <= mu_x < 1", lambda x: (x >= 0) & (x < 1)))
-    share = 1 - float(number("mu_y", mu_y, "0 <= mu_y < 1", lambda x: (x >= 0) & (x < 1)))
+    beta = 1 - float(checks.number("mu_x", mu_x, "0 <= mu_x < 1", lambda x: (x >= 0) & (x < 1)))
+    share = 1 - float(checks.number("mu_y", mu_y, "0 <= mu_y < 1", lambda x: (x >= 0) & (x < 1)))
     scale = beta + share * (1 - beta)
-    return Setting(float(positive("lr", lr)) * scale, beta / scale, -beta * (1 - share) / share)
+    return Setting(float(checks.positive("lr", lr)) * scale, beta / scale, -beta * (1 - share) / share)
 
 
 def ema_nesterov(lr: float, decay: float, push: float, curvature: float) -> Recursion:
@@ -77,9 +68,9 @@ def ema_nesterov(lr: float, decay: float, push: float, curvature: float) -> Recu
     m is an EMA of the changes of x. It is (1 − decay)/decay · (x − E), where E is the EMA of x. So this is
     the variant "lookahead" with a push.
     """
-    gamma = float(fraction("decay", decay))
-    c = -float(not_negative("push", push)) * (1 - gamma) / gamma
-    a = float(positive("lr", lr)) * float(positive("curvature", curvature))
+    gamma = float(checks.fraction("decay", decay))
+    c = -float(checks.not_negative("push", push)) * (1 - gamma) / gamma
+    a = float(checks.positive("lr", lr)) * float(checks.positive("curvature", curvature))
     # y = x + c(E − x), so x = (y − cE)/(1 − c).
     return stylized(a, 1 - gamma, c, "lookahead", readout=np.array([1.0, -c]) / (1 - c))
 
@@ -91,11 +82,11 @@ def schedule_free_error(
 
     `noise` is η²σ². The method is GPA with μ_x = 1 − 1/t, so that the recursion changes with every step.
     """
-    share = 1 - float(number("beta", beta, "0 <= beta < 1", lambda x: (x >= 0) & (x < 1)))
-    a = float(positive("lr", lr)) * float(positive("curvature", curvature))
-    whole("steps", steps, 0)
+    share = 1 - float(checks.number("beta", beta, "0 <= beta < 1", lambda x: (x >= 0) & (x < 1)))
+    a = float(checks.positive("lr", lr)) * float(checks.positive("curvature", curvature))
+    checks.whole("steps", steps, 0)
     own, other = 1 - a * share, -a * (1 - share)  # z' = own · z + other · x − ηξ
-    z = x = one("start", finite("start", start))
+    z = x = checks.one("start", checks.finite("start", start))
     zz = zx = xx = 0.0  # covariances, in η²σ²
     for t in range(1, steps + 1):
         weight = 1 / t
@@ -105,7 +96,7 @@ def schedule_free_error(
         zz = own**2 * zz + 2 * own * other * zx + other**2 * xx + 1
         xx = (1 - weight) ** 2 * xx + 2 * weight * (1 - weight) * across + weight**2 * zz
         zx = (1 - weight) * across + weight * zz
-    return x**2 + one("noise", not_negative("noise", noise)) * xx
+    return x**2 + checks.one("noise", checks.not_negative("noise", noise)) * xx
 
 
 # --- What the pull does to the learning rate -----------------------------------------------------------
@@ -116,9 +107,9 @@ def speed_factor(rate: ArrayLike, pull: ArrayLike) -> Array:
 
     With c = βR this is 1/(1 + (1 − β)R), so about 1/(1 + R).
     """
-    beta, c = checked_rate(rate), finite("pull", pull)
+    beta, c = checks.checked_rate(rate), checks.finite("pull", pull)
     b = beta + (1 - beta) * c
-    require(bool(np.all(b > 0)), "pull", pull, "over -rate/(1 - rate)")
+    checks.require(bool(np.all(b > 0)), "pull", pull, "over -rate/(1 - rate)")
     factor: Array = beta / b
     return factor
 
@@ -129,7 +120,7 @@ def right_ratio(lr: ArrayLike, best_lr: ArrayLike) -> Array:
     It is a push, and negative, if η is below η*. It holds for long averages (small β). The page of
     `paceline theory figures` compares it with the true best.
     """
-    strength: Array = positive("lr", lr) / positive("best_lr", best_lr) - 1
+    strength: Array = checks.positive("lr", lr) / checks.positive("best_lr", best_lr) - 1
     return strength
 
 
@@ -139,12 +130,7 @@ def balance(recursion: Recursion, curvature: float, start: float, noise: float, 
     If this is positive, a stronger pull lowers the next loss: ∂F(θ_{k+1})/∂R = −β E⟨g_{k+1}, r_k⟩ exactly.
     Where it is 0, no other R improves one more step, but another R may improve the whole run.
     """
-    alpha, move = float(positive("curvature", curvature)), recursion.transition
-    whole("steps", steps, 0)
-    gap = np.array([1.0, -1.0])
-    mean, spread = np.full(2, float(finite("start", start))), np.zeros((2, 2))
-    kick = np.outer(recursion.kick, recursion.kick) * float(not_negative("noise", noise))
-    for _ in range(steps):
-        mean, spread = move @ mean, move @ spread @ move.T + kick
+    alpha = float(checks.positive("curvature", curvature))
+    mean, spread = recursion.moments(steps, start, noise)
     second = spread + np.outer(mean, mean)
-    return float(alpha * move[0] @ second @ gap)
+    return float(alpha * recursion.transition[0] @ second @ np.array([1.0, -1.0]))

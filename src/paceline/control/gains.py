@@ -49,8 +49,7 @@ def original_gains(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike,
     >>> round(float(gains.toward), 6), round(float(gains.balance), 6)
     (0.16406, 0.165173)
     """
-    h, g, shrink, lam, end = _parts(curvature, penalty, horizon, time)
-    below = lam * (end * shrink) ** 2 + g
+    h, _, shrink, _, below = _parts(curvature, penalty, horizon, time)
     return Gains(toward=h**2 / below, balance=h * shrink / below)
 
 
@@ -58,8 +57,7 @@ def original_riccati(
     curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike
 ) -> Riccati:
     """Return M, N and S of lem:original_objective_solution_scalar: λ k_x, λ k_y, λ/(λT² + g)."""
-    h, g, shrink, lam, end = _parts(curvature, penalty, horizon, time)
-    below = lam * (end * shrink) ** 2 + g
+    h, _, shrink, lam, below = _parts(curvature, penalty, horizon, time)
     return Riccati(m=lam * h**2 / below, n=lam * h * shrink / below, s=lam * shrink**2 / below)
 
 
@@ -71,9 +69,8 @@ def original_cost(
     `start` is x_0 = θ_0 − μ, and `variance` is σ², that of the noise. The integral of M has a closed form
     because g' = h².
     """
-    h, g, shrink, lam, end = _parts(curvature, penalty, horizon, 0.0)
-    noise = positive("variance", variance)
-    below = lam * (end * shrink) ** 2 + g
+    h, g, shrink, lam, below = _parts(curvature, penalty, horizon, 0.0)
+    noise, end = positive("variance", variance), positive("horizon", horizon)
     growth = np.minimum(finite("curvature", curvature) * end, 0.0)  # log of shrink, which may be 0
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         near, far = np.log1p(g / (lam * (end * shrink) ** 2)), np.log(below / (lam * end**2)) - 2 * growth
@@ -128,14 +125,6 @@ def relaxed_gain(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, t
     """
     lam, end = positive("penalty", penalty), positive("horizon", horizon)
     return scalar_riccati(-finite("curvature", curvature), 1 / end, lam, 0.0, end, time) / lam
-
-
-def relaxed_problem(curvature: ArrayLike, penalty: float, horizon: float) -> LQG:
-    """Return the relaxed problem for any square A, as an LQG problem in θ − μ."""
-    a = square("curvature", curvature)
-    unit, end = np.eye(len(a)), positive("horizon", horizon)
-    costs = {"running_cost": unit / end, "control_cost": positive("penalty", penalty) * unit}
-    return LQG(drift=-a, horizon=horizon, **costs)
 
 
 # --- Approximations -----------------------------------------------------------------------------------
@@ -195,10 +184,10 @@ def _checked(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike) -> tu
 def _parts(
     curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike
 ) -> tuple[Array, Array, Array, Array, Array]:
+    """Return h·s, g·s², s, λ and (λT² + g)·s², with the s of `integrals`."""
     alpha, lam, end = _checked(curvature, penalty, horizon)
-    left = end - time_in(time, end)
-    h, g, shrink = integrals(alpha, left)
-    return h, g, shrink, lam, end
+    h, g, shrink = integrals(alpha, end - time_in(time, end))
+    return h, g, shrink, lam, lam * (end * shrink) ** 2 + g
 
 
 def integrals(curvature: ArrayLike, length: ArrayLike) -> tuple[Array, Array, Array]:

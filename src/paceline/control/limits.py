@@ -7,17 +7,8 @@ where an array is returned.
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import (
-    Array,
-    checked_rate,
-    finite,
-    fraction,
-    not_negative,
-    number,
-    one,
-    positive,
-    require,
-)
+from paceline.control import checks
+from paceline.control.checks import Array
 from paceline.control.recursion import VARIANTS, Variant, stylized
 
 _STABLE = "those of a stable chain, radius < 1"
@@ -32,16 +23,18 @@ def ar2_variance(first: ArrayLike, second: ArrayLike, noise: ArrayLike) -> Array
     >>> round(ar2_variance(0.5, 0.2, 0.8).item(), 6)
     1.367521
     """
-    phi1, phi2, s2 = finite("first", first), finite("second", second), not_negative("noise", noise)
+    phi1, phi2 = checks.finite("first", first), checks.finite("second", second)
+    s2 = checks.not_negative("noise", noise)
     causal = (np.abs(phi2) < 1) & (phi1 + phi2 < 1) & (phi2 - phi1 < 1)
-    require(bool(np.all(causal)), "first, second", (first, second), "those of a causal process, radius < 1")
+    allowed = "those of a causal process, radius < 1"
+    checks.require(bool(np.all(causal)), "first, second", (first, second), allowed)
     variance: Array = s2 * (1 - phi2) / ((1 + phi2) * (1 - phi1 - phi2) * (1 + phi1 - phi2))
     return variance
 
 
 def _terms(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike) -> tuple[Array, Array, Array, Array]:
     """Return a, β, c and N = 1 + (1 − β)(1 − a − c)."""
-    a, beta, c = positive("speed", speed), checked_rate(rate), finite("pull", pull)
+    a, beta, c = checks.positive("speed", speed), checks.checked_rate(rate), checks.finite("pull", pull)
     return a, beta, c, 1 + (1 - beta) * (1 - a - c)
 
 
@@ -57,9 +50,9 @@ def limiting_error(
     >>> round(limiting_error(0.1, 0.05, 0.3).item(), 6)
     0.582323
     """
-    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
+    checks.require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
     a, beta, c, _ = _terms(speed, rate, pull)
-    variance = not_negative("noise", noise)
+    variance = checks.not_negative("noise", noise)
     if variant == "post_raw":
         return _post_raw(a, beta, c, variance)
     if variant == "lookahead":
@@ -71,7 +64,7 @@ def limiting_error(
     n = 1 + (1 - beta) * (1 - safe - c)
     slow, fast = beta + (1 - beta) * (safe + c), 2 * n - safe * beta  # 2 − N, and the other edge of stability
     stable = frozen | ((slow > 0) & (fast > 0) & (safe > 0))
-    require(bool(np.all(stable)), "speed, rate, pull", (speed, rate, pull), _STABLE)
+    checks.require(bool(np.all(stable)), "speed, rate, pull", (speed, rate, pull), _STABLE)
     error: Array = np.where(frozen, 0.0, beta * variance * n / (safe * slow * fast))
     return error
 
@@ -83,15 +76,15 @@ def _post_raw(a: Array, beta: Array, c: Array, variance: Array) -> Array:
     above = a + (1 - a) * (c + beta)  # 1 + φ₂
     phi2 = above - 1
     ok = (above > 0) & (phi2 < 1) & (1 + phi1 - phi2 > 0)
-    require(bool(np.all(ok)), "speed, rate, pull", (a, beta, c), _STABLE)
+    checks.require(bool(np.all(ok)), "speed, rate, pull", (a, beta, c), _STABLE)
     error: Array = beta * variance * (1 - phi2) / (above * a * (1 + phi1 - phi2))
     return error
 
 
 def sgd_error(speed: ArrayLike, noise: ArrayLike = 1.0) -> Array:
     """Return lim E[θ²] of the live weights without a pull: η²σ²/(a(2 − a))."""
-    a = number("speed", speed, "0 < speed < 2", lambda x: (x > 0) & (x < 2))
-    error: Array = not_negative("noise", noise) / (a * (2 - a))
+    a = checks.number("speed", speed, "0 < speed < 2", lambda x: (x > 0) & (x < 2))
+    error: Array = checks.not_negative("noise", noise) / (a * (2 - a))
     return error
 
 
@@ -101,7 +94,7 @@ def limiting_error_slope(speed: ArrayLike, rate: ArrayLike, pull: ArrayLike, noi
     a, beta, c, n = _terms(speed, rate, pull)
     slow = beta + (1 - beta) * (a + c)
     slope: Array = (
-        -2 * beta * (1 - beta) * not_negative("noise", noise) * (n**2 - a * beta)
+        -2 * beta * (1 - beta) * checks.not_negative("noise", noise) * (n**2 - a * beta)
         / (a * slow**2 * (2 * n - a * beta) ** 2)
     )  # fmt: skip
     return slope
@@ -113,16 +106,16 @@ def optimal_pull(speed: ArrayLike, rate: ArrayLike, *, clipped: bool = True) -> 
     It depends neither on the noise nor, given a, on the learning rate. Such a large pull has a price: the
     error is small because the recursion is slow, see `error_at_equal_speed`.
     """
-    a = fraction("speed", speed)
-    beta = fraction("rate", rate)
+    a = checks.fraction("speed", speed)
+    beta = checks.fraction("rate", rate)
     best: Array = 1 - a + (1 - np.sqrt(a * beta)) / (1 - beta)
     return np.clip(best, 0.0, 1.0) if clipped else best
 
 
 def least_limiting_error(speed: ArrayLike, rate: ArrayLike, noise: ArrayLike = 1.0) -> Array:
     """Return the limiting error at `optimal_pull(clipped=False)`: βη²σ²/(a(2 − √(aβ))²)."""
-    a, beta = positive("speed", speed), fraction("rate", rate)
-    error: Array = beta * not_negative("noise", noise) / (a * (2 - np.sqrt(a * beta)) ** 2)
+    a, beta = checks.positive("speed", speed), checks.fraction("rate", rate)
+    error: Array = beta * checks.not_negative("noise", noise) / (a * (2 - np.sqrt(a * beta)) ** 2)
     return error
 
 
@@ -137,8 +130,8 @@ def error_at_equal_speed(radius: float, pull: float) -> float:
     At an equal spectral radius a pull never helps, because this error rises with c. Near radius 1 it is half
     of plain SGD's at c = 0, and equal to SGD's at c = 1.
     """
-    rho = one("radius", fraction("radius", radius))
-    c = one("pull", number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))
+    rho = checks.one("radius", checks.fraction("radius", radius))
+    c = checks.one("pull", checks.number("pull", pull, "0 <= pull <= 1", lambda x: (x >= 0) & (x <= 1)))
     if c == 0:  # radius = max(1 − a, 1 − β), and the error grows with both a and β
         a = 1 - rho
         return float(a**2 * limiting_error(a, a, 0.0))
@@ -149,7 +142,8 @@ def error_at_equal_speed(radius: float, pull: float) -> float:
         place = int(np.argmin(errors))
         best = min(best, float(errors[place]))
         low, high = grid[max(place - 2, 0)], grid[min(place + 2, len(grid) - 1)]
-    require(bool(np.isfinite(best)), "radius, pull", (radius, pull), "those that some learning rate reaches")
+    allowed = "those that some learning rate reaches"
+    checks.require(bool(np.isfinite(best)), "radius, pull", (radius, pull), allowed)
     return best
 
 

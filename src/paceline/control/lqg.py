@@ -16,17 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.linalg import expm
 
-from paceline.control.checks import (
-    Array,
-    finite,
-    not_negative,
-    one,
-    positive,
-    require,
-    square,
-    symmetric,
-    time_in,
-)
+from paceline.control import checks
+from paceline.control.checks import Array
 
 
 @final
@@ -56,20 +47,20 @@ class LQG:
         final_cost: ArrayLike | None = None,
         input: ArrayLike | None = None,
     ) -> None:
-        self.horizon = one("horizon", positive("horizon", horizon))
-        self.drift = square("drift", drift)
+        self.horizon = checks.one("horizon", checks.positive("horizon", horizon))
+        self.drift = checks.square("drift", drift)
         n, none = len(self.drift), np.zeros_like(self.drift)
-        self.control_cost = symmetric("control_cost", control_cost, definite=True)
-        self.running_cost = symmetric("running_cost", none if running_cost is None else running_cost)
-        self.final_cost = symmetric("final_cost", none if final_cost is None else final_cost)
-        self.input = np.eye(n) if input is None else np.atleast_2d(finite("input", input))
+        self.control_cost = checks.symmetric("control_cost", control_cost, definite=True)
+        self.running_cost = checks.symmetric("running_cost", none if running_cost is None else running_cost)
+        self.final_cost = checks.symmetric("final_cost", none if final_cost is None else final_cost)
+        self.input = np.eye(n) if input is None else np.atleast_2d(checks.finite("input", input))
         for name, shape in (
             ("running_cost", (n, n)),
             ("final_cost", (n, n)),
             ("input", (n, len(self.control_cost))),
         ):
             value = getattr(self, name)
-            require(value.shape == shape, name, value.shape, f"a matrix of shape {shape}")
+            checks.require(value.shape == shape, name, value.shape, f"a matrix of shape {shape}")
 
     def riccati(self, time: float) -> Array:
         """Return P at a time, in closed form: (n, n).
@@ -78,7 +69,8 @@ class LQG:
         change over a short interval is doubled and then applied repeatedly.
         """
         # Doubling ends when Ψ is so large that P would be lost in its rounding.
-        left = self.horizon - float(time_in(one("time", finite("time", time)), np.asarray(self.horizon)))
+        now = checks.one("time", checks.time_in(time, np.asarray(self.horizon)))
+        left = self.horizon - now
         brb = self.input @ np.linalg.solve(self.control_cost, self.input.T)
         hamiltonian = np.block([[self.drift, -brb], [-self.running_cost, -self.drift.T]])
         size = float(np.linalg.norm(hamiltonian, 2))
@@ -160,10 +152,10 @@ def scalar_riccati(
     >>> scalar_riccati(0.0, 0.0, 1.0, 1.0, 3.0, 0.0).item()   # 1/(1 + T)
     0.25
     """
-    a = finite("drift", drift)
-    q, qf = not_negative("running_cost", running_cost), not_negative("final_cost", final_cost)
-    r, end = positive("control_cost", control_cost), positive("horizon", horizon)
-    left = end - time_in(time, end)
+    a = checks.finite("drift", drift)
+    q, qf = checks.not_negative("running_cost", running_cost), checks.not_negative("final_cost", final_cost)
+    r, end = checks.positive("control_cost", control_cost), checks.positive("horizon", horizon)
+    left = end - checks.time_in(time, end)
     omega = np.hypot(a, np.sqrt(q / r))
     # ω − |a| = (q/r)/(ω + |a|), without the difference of two nearly equal numbers.
     with np.errstate(invalid="ignore", divide="ignore"):

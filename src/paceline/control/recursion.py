@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.control.checks import Array, checked_rate, finite, not_negative, one, positive, require, whole
+from paceline.control import checks
+from paceline.control.checks import Array
 
 Variant = Literal["pre", "post", "lookahead", "post_raw"]
 VARIANTS: tuple[Variant, ...] = ("pre", "post", "lookahead", "post_raw")
@@ -43,8 +44,8 @@ def step(
     >>> step(here, np.array([2.0]), lr=0.1, pull=0.5, rate=0.25)
     Pair(live=array([0.3]), average=array([0.075]))
     """
-    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
-    checked_rate(rate)
+    checks.require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
+    checks.checked_rate(rate)
     live, average = pair
     raw, strength = live - lr * gradient, np.asarray(pull, dtype=np.float64)
     if variant == "pre":
@@ -74,18 +75,26 @@ class Recursion:
         """The spectral radius: the factor by which an error shrinks per step in the long run."""
         return float(np.max(np.abs(np.linalg.eigvals(self.transition))))
 
-    def error_after(self, steps: int, start: float, noise: float = 1.0) -> float:
-        """Return E[returned²] after `steps` from live = average = start, by doubling; noise is η²σ²."""
-        steps = whole("steps", steps, 0)
-        variance = float(not_negative("noise", noise))
+    def moments(self, steps: int, start: float, noise: float = 1.0) -> tuple[Array, Array]:
+        """Return mean and covariance of the state after `steps` from live = average = start, by doubling.
+
+        `noise` is η²σ².
+        """
+        steps = checks.whole("steps", steps, 0)
+        variance = float(checks.not_negative("noise", noise))
         power, spread = self.transition, np.outer(self.kick, self.kick)  # of 2^i steps
-        mean, total = np.full(2, float(finite("start", start))), np.zeros((2, 2))
+        mean, total = np.full(2, float(checks.finite("start", start))), np.zeros((2, 2))
         while steps:
             if steps & 1:
                 mean, total = power @ mean, power @ total @ power.T + spread
             spread = spread + power @ spread @ power.T
             power, steps = power @ power, steps >> 1
-        return float((self.readout @ mean) ** 2 + variance * (self.readout @ total @ self.readout))
+        return mean, variance * total
+
+    def error_after(self, steps: int, start: float, noise: float = 1.0) -> float:
+        """Return E[returned²] after `steps` from live = average = start; noise is η²σ²."""
+        mean, total = self.moments(steps, start, noise)
+        return float((self.readout @ mean) ** 2 + self.readout @ total @ self.readout)
 
 
 def stylized(
@@ -95,10 +104,12 @@ def stylized(
 
     Speed is a = ηα, rate β, pull c. A negative pull is a push.
     """
-    a, beta = one("speed", positive("speed", speed)), one("rate", checked_rate(rate))
-    c, shown = one("pull", finite("pull", pull)), finite("readout", readout)
-    require(shown.shape == (2,), "readout", readout, "two numbers")
-    require(variant in VARIANTS, "variant", variant, ", ".join(VARIANTS))
+    a, c = (
+        checks.one("speed", checks.positive("speed", speed)),
+        checks.one("pull", checks.finite("pull", pull)),
+    )
+    beta, shown = checks.one("rate", checks.checked_rate(rate)), checks.finite("readout", readout)
+    checks.require(shown.shape == (2,), "readout", readout, "two numbers")
     live, average, kick = np.eye(3)  # the update is linear in these
     moved = np.array(step(Pair(live, average), a * live + kick, 1.0, c, beta, variant))
     return Recursion(transition=moved[:, :2], kick=moved[:, 2], readout=shown)

@@ -60,11 +60,6 @@ class Paths(NamedTuple):
     last: Array  # (paths, d): the weights at the end
     effort: Array  # (paths,): ∫ |u|² dt
 
-    def cost(self, optimum: ArrayLike, penalty: float) -> tuple[float, float]:
-        """Return an estimate of E[|mean − μ|² + λ ∫ |u|²], and its standard error."""
-        each = np.sum((self.mean - np.asarray(optimum, float)) ** 2, axis=1) + penalty * self.effort
-        return float(np.mean(each)), float(np.std(each, ddof=1) / np.sqrt(len(each)))
-
 
 def simulate(
     problem: Diffusion,

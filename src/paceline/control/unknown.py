@@ -93,13 +93,11 @@ def certainty_equivalent_control(seen: Seen, estimate: ArrayLike, gains: Gains) 
     """Return u = k_x (μ̂ − θ) + k_y (t μ̂ − ∫ θ) for an estimate μ̂ of the optimum.
 
     With μ̂ = E[μ | θ up to t] it is the best of all controls that depend only on the path
-    (thm:separation_principle, cor:optimal_control_unknown_mustar). `gains` are those at this time: matrices
-    of `original_gains_matrix` or, for diagonal A, numbers of `original_gains`.
+    (thm:separation_principle, cor:optimal_control_unknown_mustar). `gains` are those of
+    `original_gains_matrix` at this time.
     """
     guess, weights, integral = (
         np.asarray(value, dtype=np.float64) for value in (estimate, seen.weights, seen.integral)
     )
     toward, balance = guess - weights, seen.time * guess - integral
-    if np.ndim(gains.toward) < 2:  # independent coordinates
-        return np.asarray(gains.toward * toward + gains.balance * balance)
     return np.asarray(toward @ gains.toward.T + balance @ gains.balance.T)

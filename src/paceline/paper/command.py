@@ -13,7 +13,7 @@ EXAMPLES = """examples:
   paceline paper
       every figure by its label: how many runs it needs, and what they cost
   paceline paper list --records runs/gpu
-      the same at the scale of these runs: how many are done, and where PACE ended
+      the same at the scale of these runs, and how many are done
   paceline paper run fig:135m_grid --scale gpu --out runs/gpu --dry-run
       list the runs of a figure; without --dry-run they are done
   paceline paper run fig:bema_sf fig:pretrain --scale gpu --out runs/gpu --chat smoltalk.jsonl.zst \\

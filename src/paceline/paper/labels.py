@@ -1,13 +1,13 @@
 """The paper's figures by label: what they cost, doing their runs, and drawing them from records. No torch."""
 
 import argparse
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.paper import DATA, finetuning, pretraining
+from paceline.paper import DATA
+from paceline.paper.figures import FIGURES
 from paceline.paper.panels import Figure, sheet, table_of
 from paceline.paper.scales import SCALES, Scale, located
 from paceline.runs import config
@@ -16,10 +16,7 @@ from paceline.runs.terminal import nearest, say
 from paceline.studies import plots, sweep
 from paceline.studies.lines import Finished
 from paceline.studies.runs import Named, folder_of, in_order
-from paceline.studies.table import Table
 from paceline.studies.text import Listing
-
-FIGURES = {figure.label: figure for figure in (*finetuning.FIGURES, *pretraining.FIGURES)}
 
 
 def figures(labels: Iterable[str]) -> list[Figure]:
@@ -42,7 +39,7 @@ def runs_of(labels: Iterable[str], scale: Scale) -> list[Named]:
     >>> [one.run.after for one in runs_of(["appendix_pretrain_river"], SCALES["paper"]) if one.run.after][0]
     ('gpt2_adamw_lr0.002_constant_4750_s42', 3800)
     """
-    own = {label: list(figure.runs(scale)) for label, figure in FIGURES.items()}
+    own = {label: figure.runs(scale) for label, figure in FIGURES.items()}
     names = {one.name for figure in figures(labels) for one in own[figure.label]}
     return [one for one in in_order(one for runs in own.values() for one in runs) if one.name in names]
 
@@ -67,24 +64,21 @@ def _scale(options: argparse.Namespace, found: Mapping[str, Finished]) -> Scale:
 
 
 def _show(wanted: Sequence[Figure], scale: Scale, found: Mapping[str, Finished]) -> None:
-    rows, everything = [], dict[str, tuple[float, bool]]()
+    rows, everything = [], dict[str, tuple[bool, float]]()
     for figure in wanted:
-        runs = list(figure.runs(scale))
-        table, _ = table_of(runs, scale, found)
+        table, _ = table_of(runs := figure.runs(scale), scale, found)
         done = {row.name: row.is_ended for row in table}
-        own = {one.name: (_hours(one, scale), done[one.name]) for one in runs}
-        rows.append((figure.label, *_sums(own.values()), _difference(table)))
+        own = {one.name: (done[one.name], _hours(one, scale)) for one in runs}
+        rows.append((figure.label, own))
         everything |= own
-    rows.append((f"each run once, scale {scale.name}", *_sums(everything.values()), ""))
-    columns = ("label", "runs", "done", "hours", "best PACE − best other")
-    for line in Listing(columns=columns, rows=tuple(rows), numeric=(False, True, True, True, False)).lines():
+    rows.append((f"each run once, scale {scale.name}", everything))
+    lines = []
+    for label, own in rows:
+        ended, hours = zip(*own.values(), strict=True)
+        lines.append((label, str(len(ended)), str(sum(ended)), f"{sum(hours):,.1f}"))
+    for line in Listing(columns=("label", "runs", "done", "hours"), rows=tuple(lines)).lines():
         say(line)
     say(f"hours: training alone, on a GPU that does {SPEED:g} operations a second, an H100 at 40 %")
-
-
-def _sums(runs: Iterable[tuple[float, bool]]) -> tuple[str, str, str]:
-    hours, done = zip(*runs, strict=True)
-    return str(len(done)), str(sum(done)), f"{sum(hours):,.1f}"
 
 
 def _hours(one: Named, scale: Scale) -> float:
@@ -92,17 +86,6 @@ def _hours(one: Named, scale: Scale) -> float:
     steps: int = one.tags["steps"] - (one.run.after[1] if one.run.after else 0)
     tokens = steps * one.run.batch_size * one.run.length
     return scale.models[one.tags["model"]].parameters * 6 * tokens / SPEED / 3600
-
-
-def _difference(table: Table) -> str:
-    """Return how far the best run of PACE ends from the best of the others, by model: numbers, no verdict."""
-    said = {}
-    for model, rows in table.by("model").items():
-        lots = rows.where(method="PACE"), rows.where(method=("AdamW", "EMA", "Schedule-Free"))
-        best = [min((row.loss for row in lot if row.loss is not None), default=math.nan) for lot in lots]
-        if math.isfinite(best[0] - best[1]):
-            said[f"{best[0] - best[1]:+.4f}"] = model
-    return ", ".join(f"{difference} {model}" for difference, model in said.items())
 
 
 # --- Run ------------------------------------------------------------------------------------------------

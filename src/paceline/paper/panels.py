@@ -2,48 +2,51 @@
 
 .. code-block:: text
 
-    along       held-out loss over steps: the best run of each method
-    mean_along  the mean over seeds, with a band of its standard error
-    over_c      held-out loss at the end over the strength c, with AdamW and the EMA at its left
-    river       decayed branches of AdamW over PACE at a constant rate
+    along           a quantity over steps: of each method the best setting, the mean over seeds with its error
+    over, over_c    held-out loss at the end over a setting; over c, with AdamW and the EMA at its left
+    river           runs at a constant rate, and the decayed branches that leave them
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any, final
 
-from paceline.paper.runs import BESIDE, average
+from paceline.paper.runs import Sweep, readings
 from paceline.paper.scales import PAPER, Scale
 from paceline.runs.config import Run, as_mapping
-from paceline.runs.names import average_of
 from paceline.studies.lines import Finished
 from paceline.studies.looks import Look, look, ordered_look
 from paceline.studies.plots import Line, Plot, Sheet
 from paceline.studies.runs import Named
 from paceline.studies.table import Mean, Table
 
-LOSS = "held-out loss (nats a token)"
-DECAYED = ("cosine", "wsd")
-METHODS = ("AdamW", "EMA", "PACE")
-LOOKS = dict(zip(("AdamW", "EMA", "AdamW WSD", "PACE", "Schedule-Free", "PACE WSD"), map(look, range(6))))
-
-Rows = tuple[tuple[Plot, ...], ...]
+Panel = Callable[[Table, str], Plot]
+"""A function of rows and a title."""
+Draw = Callable[[Table], Sequence[Sequence[Plot]]]
+"""A function from the table of a figure to its rows of panels."""
 Printed = tuple[str, str, str | None]
+"""What it is, the paper's number, and ours; None if runs are missing."""
+Lots = Mapping[str, Mapping[str, Any]]
+"""Names of lines, and the tags of the rows that each is chosen from."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of the paper: its runs at a scale, and what is drawn of them."""
+    """One figure of the paper: its runs, and what is drawn of them."""
 
     label: str
     title: str
-    runs: Callable[[Scale], Iterable[Named]]
-    draw: Callable[[Table], Rows]
-    printed: Callable[[Table], Iterable[Printed]] = lambda table: ()
-    """What the paper prints: what it is, the paper's number, and ours; None if runs are missing."""
+    sweeps: tuple[Sweep, ...]
+    draw: Draw
+    printed: Callable[[Table], Sequence[Printed]] = lambda table: ()
+    note: str = ""
+
+    def runs(self, scale: Scale) -> list[Named]:
+        """Return the runs of the figure at a scale; a run that several sweeps ask for is there for each."""
+        return [one for sweep in self.sweeps for one in sweep.runs(scale)]
 
 
 # --- The table of a figure ------------------------------------------------------------------------------
@@ -62,19 +65,7 @@ def differences(run: Run, config: Mapping[str, Any]) -> list[str]:
     return [f"{k}: {config.get(k)!r}, not {now[k]!r}" for k in DECISIVE if config.get(k) != now[k]]
 
 
-def readings(one: Named) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield weights and tags of all that a run stands for: of AdamW also each EMA beside it."""
-    if one.tags["method"] != "AdamW":
-        yield "average", dict(one.tags)
-        return
-    yield "live", dict(one.tags)
-    for kappa, uf in product(*BESIDE[one.tags["model"]]):
-        yield average_of(average(kappa, uf))[0], {**one.tags, "method": "EMA", "kappa": kappa, "uf": uf}
-
-
-def table_of(
-    runs: Iterable[Named], scale: Scale, found: Mapping[str, Finished]
-) -> tuple[Table, list[str]]:  # fmt: skip
+def table_of(runs: Iterable[Named], scale: Scale, found: Mapping[str, Finished]) -> tuple[Table, list[str]]:
     """Return a row for each reading of each run, and what records of other runs differ in; they are left out.
 
     A run that is missing has rows too, which are unfinished. A branch has the curves of the run it continues.
@@ -88,19 +79,12 @@ def table_of(
         name, begins = one.run.after or ("", 0)
         if name in found and name not in odd:
             done = _continued(found[name], done, begins)
-        short = scale.models[one.tags["model"]].short
-        more = {"begins": begins, "here": short if short != PAPER.models[one.tags["model"]].short else ""}
-        missing = Finished(
-            name=one.name,
-            config=as_mapping(one.run),
-            methods={},
-            method="",
-            returned="",
-            outcome="unfinished",
-        )
+        here, there = (known.models[one.tags["model"]].short for known in (scale, PAPER))
+        more = {"begins": begins, "here": here if here != there else ""}
         for weights, tags in readings(one):
-            own = {"name": one.name, "method": tags["method"], "returned": weights, "tags": tags | more}
-            rows.append(replace(done or missing, **own))
+            own: Any = {"name": one.name, "method": tags["method"], "returned": weights, "tags": tags | more}
+            missing: Any = {"config": as_mapping(one.run), "methods": {}, "outcome": "unfinished"}
+            rows.append(replace(done, **own) if done else Finished(**missing, **own))
     return Table(tuple(rows)), list(odd.values())
 
 
@@ -118,17 +102,6 @@ def _continued(before: Finished, done: Finished | None, begins: int) -> Finished
     return replace(done, **curves)
 
 
-def note(rows: Iterable[Finished]) -> str:
-    """Return the model that ran in place of the paper's, and how many runs of which method are missing."""
-    table = Table(tuple(rows))
-    said, missing = [f"here {name}" for name in table.values("here") if name], []
-    for method, own in table.by("method").items():
-        names, left = {row.name for row in own}, {row.name for row in own if not row.is_ended}
-        if left and method != "EMA":  # which is read off the run of AdamW
-            missing.append(f"{len(left)} of {len(names)} {method}")
-    return " · ".join([*said, *([f"missing: {', '.join(missing)}"] if missing else [])])
-
-
 def sheet(figure: Figure, scale: Scale, found: Mapping[str, Finished]) -> tuple[Sheet, list[str]]:
     """Return a figure from records, and what those differ in that are left out."""
     table, odd = table_of(figure.runs(scale), scale, found)
@@ -138,14 +111,14 @@ def sheet(figure: Figure, scale: Scale, found: Mapping[str, Finished]) -> tuple[
         trained[row.short, row.steps] = f"{row.short}, {row.steps:,} steps of {tokens:,} tokens"
     said = "; ".join(trained.values())
     said = said if scale.name == "paper" else f"scale {scale.name}, not the paper's: {said}"
-    notes = [
-        f"{what}: {paper} in the paper, {o or 'missing'} here" for what, paper, o in figure.printed(table)
-    ]
+    printed = figure.printed(table)
+    notes = [f"{what}: {paper} in the paper, {ours or 'missing'} here" for what, paper, ours in printed]
+    notes += [figure.note] if figure.note else []
     names, left = {row.name for row in table}, {row.name for row in table if not row.is_ended}
     notes += [f"{len(left)} of {len(names)} runs are missing"] if left else []
     notes += [f"left out, of other settings than here: {len(odd)} runs"] if odd else []
-    subtitle = f"{figure.label} · {said}"
-    return Sheet(title=figure.title, subtitle=subtitle, rows=figure.draw(table), notes=tuple(notes)), odd
+    rows, subtitle = tuple(map(tuple, figure.draw(table))), f"{figure.label} · {said}"
+    return Sheet(title=figure.title, subtitle=subtitle, rows=rows, notes=tuple(notes)), odd
 
 
 # --- Words ----------------------------------------------------------------------------------------------
@@ -163,20 +136,6 @@ def number(value: float) -> str:
     return f"{round(value / 10**power, 6):g}e{power}"
 
 
-def title(model: str) -> str:
-    """Return the name of a model of the paper."""
-    return PAPER.models[model].title
-
-
-def settings(row: Finished) -> str:
-    """Return the line of a legend: the method, what was chosen for it, and where it ended."""
-    parts = [f"η={number(row.lr)}"]
-    parts += [f"c={number(row['c'])}"] if row["c"] is not None else []
-    parts += [f"κ={row['kappa']:g}"] if row["kappa"] is not None else []
-    parts += [row["schedule"]] if row["schedule"] != "constant" else []
-    return f"{row.method}  {', '.join(parts)}" + ("" if row.loss is None else f": {row.loss:.4f}")
-
-
 def slashed(values: Iterable[float | None]) -> str | None:
     """Return numbers with slashes between them, None if there is none.
 
@@ -187,112 +146,45 @@ def slashed(values: Iterable[float | None]) -> str | None:
     return "/".join(known) if any(word != "?" for word in known) else None
 
 
-# --- Panels ---------------------------------------------------------------------------------------------
+def _settings(rows: Table) -> str:
+    """Return the line of a legend: the method, what was chosen for it, and where it ended."""
+    row, mean = rows.rows[0], rows.mean()
+    parts = [f"η={number(row.lr)}"]
+    parts += [f"c={number(row['c'])}"] if row["c"] is not None else []
+    parts += [f"κ={row['kappa']:g}"] if row["kappa"] is not None else []
+    parts += [row["schedule"]] if row["schedule"] != "constant" else []
+    return f"{row.method}  {', '.join(parts)}" + ("" if mean is None else f": {mean.text()}")
 
 
-def by_method(
-    table: Table, methods: Sequence[str] = METHODS, baselines: Sequence[str] = ()
-) -> dict[str, Table]:
-    """Return the rows of each method; with `baselines`, all but PACE under these schedules."""
-    found = {method: table.where(method=method) for method in methods}
-    schedules = {method: "constant" if method == "PACE" else tuple(baselines) for method in methods}
-    return {m: rows.where(schedule=schedules[m]) for m, rows in found.items()} if baselines else found
+# --- Lines of a panel -----------------------------------------------------------------------------------
 
 
-def curve(label: str, shown: Look, points: Iterable[tuple[int, float | None]], **more: Any) -> Line:
-    """Return a line through points."""
-    known = [(step, y) for step, y in points if y is not None]
-    return Line(label=label, look=shown, x=[x for x, _ in known], y=[y for _, y in known], **more)
+def each(*methods: str) -> Lots:
+    """Return a line for each method."""
+    return {method: {"method": method} for method in methods}
 
 
-def grid(panel: Callable[[Any, Any], Plot], rows: Iterable[Any], columns: Iterable[Any]) -> Rows:
-    """Return a panel for each pair of values."""
-    return tuple(tuple(panel(row, column) for column in columns) for row in rows)
+def values(tag: str, given: Iterable[Any]) -> Lots:
+    """Return a line or a panel for each value of a tag; AdamW, which has neither κ nor uf, is in all."""
+    letter = {"lr": "η", "kappa": "κ", "c": "c", "uf": "uf"}.get(tag)
+    return {f"{letter} = {number(v)}" if letter else v: {tag: (v, None)} for v in given}
 
 
-def plot(title: str, lines: Sequence[Line], rows: Iterable[Finished], **more: Any) -> Plot:
-    """Return a panel of the loss over steps, with a note on the runs that it needs."""
-    labels: dict[str, Any] = {"x_label": "step", "y_label": LOSS}
-    return Plot(title=title, lines=lines, note=note(rows), **(labels | more))
+def against(*schedules: str) -> Lots:
+    """Return AdamW and its EMA, each under the best of these schedules, and PACE at a constant rate."""
+    lots = {method: {"method": method, "schedule": schedules} for method in ("AdamW", "EMA")}
+    return {**lots, "PACE": {"method": "PACE", "schedule": "constant"}}
 
 
-def along(
-    title: str, lots: Mapping[str, Table], *, train: bool = False, zoom: bool = True, last: bool = False
-) -> Plot:
-    """Return the best run of each method over its steps, by held-out loss at the end."""
-    best = [(method, row) for method, rows in lots.items() for row in rows.best("name", "returned") or ()]
-    lines = [curve(settings(row), LOOKS[method], row.train if train else row.curve()) for method, row in best]
-    for method in lots.keys() - dict(best).keys():
-        if any(row.is_ended for row in lots[method]):
-            lines.append(Line(label=f"{method}: all diverged", look=LOOKS[method], x=[], y=[]))
-    rows = (row for own in lots.values() for row in own)
-    y_label = "training loss, smoothed (nats a token)" if train else LOSS
-    return plot(
-        title, lines, rows, y_label=y_label, zoom=zoom and not (train or last), last=last, own_legend=True
-    )
+METHODS = each("AdamW", "EMA", "PACE")
+BEST_DECAY = {"AdamW constant": {"method": "AdamW", "schedule": "constant"}, **against("cosine", "wsd")}
+_NAMES = ("AdamW", "EMA", "AdamW WSD", "PACE", "Schedule-Free", "PACE WSD", "AdamW constant")
+LOOKS = dict(zip(_NAMES, map(look, range(7)), strict=True))
 
 
-def mean_along(title: str, lots: Mapping[str, Table]) -> Plot:
-    """Return the mean of each method over its seeds, at steps that all have; of the EMAs the best."""
-    lines = []
-    for method, rows in lots.items():
-        curves = [dict(row.curve()) for row in rows.best("kappa") or rows if row.is_ended]
-        steps = sorted(set.intersection(*map(set, curves))) if curves else []
-        means = [mean for step in steps if (mean := Mean.of(own[step] for own in curves)) is not None]
-        error = [mean.error or 0.0 for mean in means]
-        points = zip(steps, (mean.value for mean in means), strict=True)
-        lines.append(curve(method, LOOKS[method], points, error=error))
-    return plot(title, lines, (row for own in lots.values() for row in own), zoom=True)
-
-
-def end(rows: Table, *choice: str) -> tuple[float | None, float]:
-    """Return the mean loss over seeds and its error, at the best of `choice`; infinite if all diverged."""
-    best = rows.best(*choice)
-    if best is None or (mean := best.mean()) is None:
-        return (math.inf if any(row.is_ended for row in rows) else None), 0.0
-    return mean.value, mean.error or 0.0
-
-
-def over_c(
-    title: str, rows: Table, strengths: Sequence[float], by: str, values: Sequence[Any], *,
-    own_legend: bool = False,
-) -> Plot:  # fmt: skip
-    """Return the loss at the end over c, a line for each value: the mean over seeds, at the best κ and uf."""
-    lines = []
-    for i, value in enumerate(values):
-        own = rows.where(**{by: (value, None)})  # AdamW has no κ and goes with every one
-        if not len(own):  # another model's rate
-            continue
-        lots = [own.where(method="AdamW"), own.where(method="EMA")]
-        lots += [own.where(method="PACE", c=c) for c in strengths]
-        ends, errors = zip(*(end(lot, "kappa", "uf") for lot in lots), strict=True)
-        label = value if isinstance(value, str) else f"{'η' if by == 'lr' else 'κ'} = {number(value)}"
-        shown = ordered_look(i, len(values))
-        lines.append(Line(label=label, look=shown, x=range(len(ends)), y=ends, error=errors))
-    ticks = ("AdamW", "EMA", *map(number, strengths))
-    label = "pullback strength c"
-    return plot(title, lines, rows, x_label=label, ticks=ticks, set_apart=2, own_legend=own_legend)
-
-
-def river(title: str, baseline: Table, pulled: Table) -> Plot:
-    """Return decayed branches of AdamW over PACE at a constant rate."""
-    (whole,), (ours,) = baseline.where(method="AdamW", schedule="constant"), pulled
-    decayed = baseline.where(method="AdamW", schedule="wsd")
-    lines = [
-        curve(settings(ours), LOOKS["PACE"], ours.curve()),
-        curve(settings(whole), LOOKS["AdamW"], whole.curve(), thin=True),
-        *branches(decayed, "AdamW WSD"),
-    ]
-    return plot(title, lines, (whole, ours, *decayed), own_legend=True)
-
-
-def branches(rows: Table, name: str) -> Iterator[Line]:
-    """Yield decayed branches, each from where it leaves the run at a constant rate."""
-    for row in rows:
-        points = [point for point in row.curve() if point[0] > row["begins"]]
-        if points and (first := at(row.curve(), row["begins"])) is not None:
-            points.insert(0, (row["begins"], first))
-        yield curve(f"{name} branches", LOOKS[name], points, end=slashed([row.loss]) or "")
+def _look(name: str, lots: Lots) -> Look:
+    """Return the look of a method, or that of a value among others."""
+    return LOOKS.get(name) or ordered_look(list(lots).index(name), len(lots))
 
 
 def at(points: Sequence[tuple[int, float]], x: float) -> float | None:
@@ -305,3 +197,137 @@ def at(points: Sequence[tuple[int, float]], x: float) -> float | None:
         if left <= x <= right:
             return low + (high - low) * (x - left) / (right - left)
     return points[-1][1] if points and points[-1][0] == x else None
+
+
+# --- Panels ---------------------------------------------------------------------------------------------
+
+
+def grid(panel: Panel, columns: Lots, rows: Lots | None = None) -> Draw:
+    """Return what draws a panel for each column, in each row if there are several."""
+
+    def drawn(table: Table) -> list[list[Plot]]:
+        return [
+            [
+                panel(table.where(**tags, **own), ", ".join(filter(None, (left, name))))
+                for name, own in columns.items()
+            ]
+            for left, tags in (rows or {"": {}}).items()
+        ]
+
+    return drawn
+
+
+def below(*draws: Draw) -> Draw:
+    """Return what draws grids one below the other."""
+    return lambda table: [row for draw in draws for row in draw(table)]
+
+
+def beside(*draws: Draw) -> Draw:
+    """Return what draws the first rows of grids next to each other."""
+    return lambda table: [[plot for draw in draws for plot in draw(table)[0]]]
+
+
+def _plot(title: str, lines: Sequence[Line], rows: Table, **more: Any) -> Plot:
+    """Return a panel; a note says what ran in place of what, and how many runs are missing."""
+    said, missing = [f"here {name}" for name in rows.values("here") if name], []
+    for method, own in rows.by("method").items():
+        names, left = {row.name for row in own}, {row.name for row in own if not row.is_ended}
+        if left and method != "EMA":  # which is read off the run of AdamW
+            missing.append(f"{len(left)} of {len(names)} {method}")
+    said += [f"missing: {', '.join(missing)}"] if missing else []
+    return Plot(title=title, lines=lines, note=" · ".join(said), **more)
+
+
+def along(rows: Table, title: str, lots: Lots = METHODS, what: str = "evaluations", **more: Any) -> Plot:
+    """Return a panel of the best setting of each line over its steps, by held-out loss at the end.
+
+    It is the mean over seeds, with a band of its standard error.
+
+    Arguments:
+        rows: of all lines.
+        title: that of the panel.
+        lots: the lines. If they are methods, the legend says what was chosen for each.
+        what: held-out losses ("evaluations"), training losses ("train"), or readings of the pull ("pull").
+        more: fields of `Plot`.
+    """
+    methods = lots.keys() <= LOOKS.keys()
+    lines, shown = [], list[Finished]()
+    for name, tags in lots.items():
+        own = rows.where(**tags)
+        shown += own
+        best = own.best("lr", "schedule", "c", "kappa", "uf")
+        if best is not None:
+            curves = [dict(_points(row, what)) for row in best if row.is_ended]
+            steps = sorted(set.intersection(*map(set, curves)))
+            means = [mean for step in steps if (mean := Mean.of(one[step] for one in curves)) is not None]
+            y, error = [mean.value for mean in means], [mean.error or 0.0 for mean in means]
+            label = _settings(best) if methods else name
+            lines.append(Line(label=label, look=_look(name, lots), x=steps, y=y, error=error))
+        elif any(row.is_ended for row in own):
+            label = f"{name}: diverged at every setting"
+            lines.append(Line(label=label, look=_look(name, lots), x=[], y=[]))
+    words: Any = {"x_label": "step", "y_label": _Y[what], "own_legend": methods}
+    return _plot(title, lines, Table(tuple(shown)), **words, **more)
+
+
+_Y = {
+    "evaluations": "held-out loss (nats a token)",
+    "train": "training loss, smoothed (nats a token)",
+    "pull": "share of gains at 1",
+}
+
+
+def _points(row: Finished, what: str) -> list[tuple[int, float]]:
+    if what == "evaluations":
+        return row.curve()
+    found = row.train if what == "train" else [(step, said.get("saturated")) for step, said in row.pull]
+    return [(step, value) for step, value in found if value is not None]
+
+
+def _end(rows: Table) -> tuple[float | None, float]:
+    """Return the mean loss over seeds and its error, at the best κ and uf; infinite if all diverged."""
+    best = rows.best("schedule", "c", "kappa", "uf")
+    if best is None or (mean := best.mean()) is None:
+        return (math.inf if any(row.is_ended for row in rows) else None), 0.0
+    return mean.value, mean.error or 0.0
+
+
+def _end_of_pull(rows: Table) -> tuple[float | None, float]:
+    """Return the share of gains at 1 at the end of a run."""
+    points = [point for row in rows for point in _points(row, "pull")]
+    return (points[-1][1] if points else None), 0.0
+
+
+def over(rows: Table, title: str, x_label: str, places: Lots, lots: Lots, **more: Any) -> Plot:
+    """Return a panel of the loss at the end, at each place of the x-axis, for each line."""
+    pull, lines = more.get("share", False), []
+    for name, tags in lots.items():
+        own = rows.where(**tags)
+        if len(own):  # else it is another model's rate
+            found = [(_end_of_pull if pull else _end)(own.where(**place)) for place in places.values()]
+            y, error = zip(*found, strict=True)
+            lines.append(Line(label=name, look=_look(name, lots), x=range(len(y)), y=y, error=error))
+    y_label = _Y["pull"] + ", at the end" if pull else _Y["evaluations"]
+    return _plot(title, lines, rows, x_label=x_label, y_label=y_label, ticks=tuple(places), **more)
+
+
+def over_c(rows: Table, title: str, strengths: Iterable[float], lots: Lots, **more: Any) -> Plot:
+    """Return a panel of the loss at the end over c, with AdamW and the EMA at its left."""
+    pulled = {number(c): {"method": "PACE", "c": c} for c in strengths}
+    places = {**each("AdamW", "EMA"), **pulled}
+    return over(rows, title, "pullback strength c", places, lots, set_apart=2, **more)
+
+
+def river(rows: Table, title: str) -> Plot:
+    """Return a panel of AdamW and PACE at a constant rate, and of the decayed branches that leave them."""
+    own, lines = rows.where(method=("AdamW", "PACE")), []
+    for row in own:
+        points, begins, name = row.curve(), row["begins"], row.method
+        label, end, first = _settings(Table((row,))), "", at(points, begins)
+        if row["schedule"] == "wsd":
+            points = [point for point in points if point[0] > begins]
+            points = points if first is None else [(begins, first), *points]
+            name, label, end = f"{name} WSD", f"{name} WSD branches", slashed([row.loss]) or ""
+        x, y = [step for step, _ in points], [loss for _, loss in points]
+        lines.append(Line(label=label, look=LOOKS[name], x=x, y=y, thin=name == "AdamW", end=end))
+    return _plot(title, lines, own, x_label="step", y_label=_Y["evaluations"], own_legend=True)

@@ -12,14 +12,12 @@ from paceline.runs.config import ConfigError
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Model:
-    """One row of the paper's table of models, at a scale."""
+    """The model that is trained in place of one of the paper's."""
 
-    title: str
-    """The model that the paper trains here."""
     short: str
-    """The model that is really trained, for names of runs: the same word, the same settings."""
+    """Its name in names of runs: the same word, the same settings."""
     parameters: float
     """The approximate number of parameters, for the cost."""
     settings: Mapping[str, Any]
@@ -34,16 +32,16 @@ class Model:
     def budgets(self) -> tuple[int, int, int]:
         """Return 50, 75 and 100 % of the run: the ends of decayed branches.
 
-        >>> PAPER.models["gpt2-124m"].budgets
+        >>> PAPER.models["GPT-2-124M"].budgets
         (2375, 3563, 4750)
         """
         return self.steps // 2, -(-3 * self.steps // 4), self.steps
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Scale:
-    """The paper's models at one scale, by the names that the figures use."""
+    """What is trained at one scale, by the paper's models that the figures name."""
 
     name: str
     models: Mapping[str, Model]
@@ -56,93 +54,77 @@ _OPEN: dict[str, Any] = {"precision": "bfloat16", "keep": 1}
 
 
 def _tuned(
-    title: str, model: str, batch_size: int, steps: int, parameters: float, *,
-    data: str = "HuggingFaceTB/smol-smoltalk", short: str = "", template: str | None = "chatml",
+    model: str, batch_size: int, steps: int, parameters: float, *,
+    data: str = "HuggingFaceTB/smol-smoltalk", template: str | None = "chatml",
 ) -> Model:  # fmt: skip
     settings: dict[str, Any] = {"task": "sft", "model": model, "data": (f"hf:{data}",)}
     settings |= {"chat_template": template, "length": 1280, "batch_size": batch_size, "steps": steps}
     settings |= {"micro_batch_size": 8, "held_out_samples": 512}
     settings |= {"evaluate_every": -(-steps // 25), "checkpoint_every": steps // 5}
-    return Model(
-        title=title, short=short or model.partition("/")[2].lower(), parameters=parameters,
-        settings=_OPEN | settings,
-    )  # fmt: skip
+    return Model(model.partition("/")[2].lower(), parameters, _OPEN | settings)
 
 
+_QWEN = _tuned("Qwen/Qwen3-1.7B", 256, 1779, 1.7e9, template=None)
+_TULU = _tuned("Qwen/Qwen3-1.7B", 256, 1779, 1.7e9, template=None, data="allenai/tulu-3-sft-mixture")
 _GPT2: dict[str, Any] = {"model": "gpt2", "tokenizer": "gpt2", "compile": True}
 _GPT2 |= {"data": ("hf:HuggingFaceFW/fineweb/sample-10BT",), "length": 1024, "batch_size": 512, "steps": 4750}
 _GPT2 |= {"micro_batch_size": 32, "held_out_samples": 1024, "evaluate_every": 95, "checkpoint_every": 950}
 PAPER = Scale(
-    name="paper",
-    models={
-        "smollm2-135m": _tuned("SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M", 128, 889, 135e6),
-        "smollm2-135m-long": _tuned("SmolLM2-135M, long", "HuggingFaceTB/SmolLM2-135M", 128, 3557, 135e6),
-        "smollm2-1.7b": _tuned("SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-1.7B", 256, 1778, 1.7e9),
-        "qwen3-1.7b": _tuned("Qwen3-1.7B", "Qwen/Qwen3-1.7B", 256, 1779, 1.7e9, template=None),
-        "qwen3-1.7b-tulu": _tuned(
-            "Qwen3-1.7B on tulu-3", "Qwen/Qwen3-1.7B", 256, 1779, 1.7e9, template=None,
-            data="allenai/tulu-3-sft-mixture", short="qwen3-1.7b-tulu",
-        ),
-        "gemma3-1b": _tuned("Gemma3-1B", "google/gemma-3-1b-pt", 256, 1779, 1.0e9),
-        "gpt2-124m": Model(title="GPT-2-124M", short="gpt2", parameters=124e6, settings=_OPEN | _GPT2),
+    "paper",
+    {
+        "SmolLM2-135M": _tuned("HuggingFaceTB/SmolLM2-135M", 128, 889, 135e6),
+        "SmolLM2-135M, long": _tuned("HuggingFaceTB/SmolLM2-135M", 128, 3557, 135e6),
+        "SmolLM2-1.7B": _tuned("HuggingFaceTB/SmolLM2-1.7B", 256, 1778, 1.7e9),
+        "Qwen3-1.7B": _QWEN,
+        "Qwen3-1.7B on tulu-3": replace(_TULU, short="qwen3-1.7b-tulu"),
+        "Gemma3-1B": _tuned("google/gemma-3-1b-pt", 256, 1779, 1.0e9),
+        "GPT-2-124M": Model("gpt2", 124e6, _OPEN | _GPT2),
     },
-)  # fmt: skip
+)
 
 # --- Smaller --------------------------------------------------------------------------------------------
 
 
-_Small = tuple[float, int, Mapping[str, Any]]
-
-
-def _smaller(name: str, tuned: _Small, trained: _Small) -> Scale:
-    """Make a scale of two models: one for all that the paper fine-tunes, one for what it pretrains.
-
-    Each is its parameters, how often it is evaluated, and its settings.
-    """
+def _smaller(name: str, evaluations: tuple[int, int], tuned: Model, trained: Model) -> Scale:
+    """Return a scale of two models: one for all that the paper fine-tunes, one for what it pretrains."""
     models = {}
     for key, row in PAPER.models.items():
-        parameters, evaluations, settings = tuned if row.settings.get("task") == "sft" else trained
-        steps = settings["steps"] * (4 if key.endswith("-long") else 1)
-        often = {"evaluate_every": max(1, steps // evaluations), "checkpoint_every": max(1, steps // 2)}
-        models[key] = Model(
-            title=row.title,
-            short=str(settings["model"]).rpartition("/")[2].replace(":", "-").lower(),
-            parameters=parameters,
-            settings={**settings, **often, "steps": steps, "keep": 1},
-        )
-    return Scale(name=name, models=models)
+        own, count = (tuned, evaluations[0]) if "task" in row.settings else (trained, evaluations[1])
+        steps = own.steps * (4 if key.endswith("long") else 1)
+        often = {"evaluate_every": max(1, steps // count), "checkpoint_every": max(1, steps // 2)}
+        models[key] = replace(own, settings={**own.settings, **often, "steps": steps, "keep": 1})
+    return Scale(name, models)
 
 
-GPU = _smaller(
-    "gpu",
-    (135e6, 20, {"task": "sft", "model": "HuggingFaceTB/SmolLM2-135M", "chat_template": "chatml"}
-     | {"data": ("hf:HuggingFaceTB/smol-smoltalk",), "held_out_samples": 128, "precision": "bfloat16"}
-     | {"length": 1024, "batch_size": 32, "micro_batch_size": 16, "steps": 300}),
-    (7.4e6, 40, {"model": "gpt:7m", "data": ("hf:Salesforce/wikitext/wikitext-103-raw-v1",), "compile": True}
-     | {"tokenizer": "bpe:4096", "held_out_samples": 768, "precision": "bfloat16"}
-     | {"length": 256, "batch_size": 64, "steps": 2000}),
-)  # fmt: skip
-CPU = _smaller(
-    "cpu",
-    (0.05e6, 5, {"task": "sft", "model": "tiny-chat-model", "data": ("chat.jsonl",), "device": "cpu"}
-     | {"length": 64, "batch_size": 2, "steps": 20, "held_out_samples": 2, "precision": "float32"}),
-    (0.14e6, 5, {"model": "gpt:0.3m", "data": ("python",), "tokenizer": "bpe:512", "device": "cpu"}
-     | {"length": 32, "batch_size": 4, "steps": 20, "held_out_samples": 8, "precision": "float32"}),
-)  # fmt: skip
+_CHAT: dict[str, Any] = {"task": "sft", "model": "HuggingFaceTB/SmolLM2-135M", "chat_template": "chatml"}
+_CHAT |= {"data": ("hf:HuggingFaceTB/smol-smoltalk",), "held_out_samples": 128, "precision": "bfloat16"}
+_CHAT |= {"length": 1024, "batch_size": 32, "micro_batch_size": 16, "steps": 300}
+_TEXT: dict[str, Any] = {"model": "gpt:7m", "tokenizer": "bpe:4096", "compile": True, "precision": "bfloat16"}
+_TEXT |= {"data": ("hf:Salesforce/wikitext/wikitext-103-raw-v1",), "held_out_samples": 768}
+_TEXT |= {"length": 256, "batch_size": 64, "steps": 2000}
+GPU = _smaller("gpu", (20, 40), Model("smollm2-135m", 135e6, _CHAT), Model("gpt-7m", 7.4e6, _TEXT))
+
+_TINY_CHAT: dict[str, Any] = {"task": "sft", "model": "tiny-chat-model", "data": ("chat.jsonl",)}
+_TINY_CHAT |= {"length": 64, "batch_size": 2, "steps": 20, "held_out_samples": 2, "device": "cpu"}
+_TINY: dict[str, Any] = {"model": "gpt:0.3m", "data": ("python",), "tokenizer": "bpe:512"}
+_TINY |= {"length": 32, "batch_size": 4, "steps": 20, "held_out_samples": 8, "device": "cpu"}
+_TINY_CHAT["precision"] = _TINY["precision"] = "float32"
+CPU = _smaller("cpu", (5, 5), Model("tiny-chat-model", 0.05e6, _TINY_CHAT), Model("gpt-0.3m", 0.14e6, _TINY))
 SCALES = {scale.name: scale for scale in (PAPER, GPU, CPU)}
 
 
-Places = Mapping[str, Sequence[str] | None]
-
-
-def located(scale: Scale, data: Places | None = None, models: Mapping[str, str] | None = None) -> Scale:
+def located(
+    scale: Scale,
+    data: Mapping[str, Sequence[str] | None] | None = None,
+    models: Mapping[str, str] | None = None,
+) -> Scale:
     """Return a scale whose data and models are on this machine instead of the hub. Names of runs stay.
 
     `data` are files or folders by what they are for: text, chat, tulu, or those with "_held_out" behind.
     `models` are folders by the model that the scale names, with or without its owner.
 
     >>> here = located(GPU, data={"text": ("wiki.jsonl.xz",)}, models={"SmolLM2-135M": "smollm2"})
-    >>> here.models["gpt2-124m"].settings["data"], here.models["gemma3-1b"].settings["model"]
+    >>> here.models["GPT-2-124M"].settings["data"], here.models["Gemma3-1B"].settings["model"]
     (('wiki.jsonl.xz',), 'smollm2')
     """
     given = {name: tuple(items) for name, items in (data or {}).items() if items}
@@ -163,4 +145,4 @@ def located(scale: Scale, data: Places | None = None, models: Mapping[str, str] 
         own |= {"data": given[kind]} if kind in given else {}
         own |= {"held_out": given[kind + "_held_out"]} if kind + "_held_out" in given else {}
         placed[key] = replace(row, settings={**row.settings, **own})
-    return Scale(name=scale.name, models=placed)
+    return Scale(scale.name, placed)

@@ -95,7 +95,9 @@ _MARGIN = 0.05
 
 
 def y_range(values: Iterable[float]) -> tuple[tuple[float, float], tuple[float, ...]]:
-    """Return the range of an axis on which one bad run does not hide the rest, and the values outside.
+    """Return the range of an axis on which one bad run does not hide the rest, and the values above it.
+
+    Low values are never outside: of losses they are the best.
 
     >>> (low, high), outside = y_range([3.0, 3.1, 3.2, 3.3, 11.0])
     >>> round(low, 3), round(high, 3), outside
@@ -106,13 +108,13 @@ def y_range(values: Iterable[float]) -> tuple[tuple[float, float], tuple[float, 
         return (0.0, 1.0), ()
     middle = median(known)
     reach = _FAR * median(abs(value - middle) for value in known)
-    inside = [value for value in known if abs(value - middle) <= reach]
+    inside = [value for value in known if value - middle <= reach]
     # A cut axis costs trust: it has to make the rest three times as tall. A reach of 0 tells nothing.
     if reach == 0 or 3 * (max(inside) - min(inside)) > max(known) - min(known):
         inside = known
     low, high = min(inside), max(inside)
     margin = _MARGIN * (high - low or abs(high) or 1.0)
-    return (low - margin, high + margin), tuple(value for value in known if not low <= value <= high)
+    return (low - margin, high + margin), tuple(value for value in known if value > high)
 
 
 def brief(x: float) -> str:

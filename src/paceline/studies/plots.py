@@ -69,8 +69,6 @@ class Plot:
     """Names of the places 0, 1, …: then points are dots, and x is the number of a place."""
     set_apart: int = 0
     """How many of the first places are baselines: a line divides them from the rest."""
-    zoom: bool = False
-    """The last quarter once more, in a corner."""
     last: bool = False
     """Nothing but the last quarter."""
     share: bool = False
@@ -133,8 +131,6 @@ def draw_plot(axes: "Axes", plot: Plot) -> None:
     _set_x(axes, plot, shown)
     for place, line in enumerate(shown):
         _draw_line(axes, plot, line, place - (len(shown) - 1) / 2)
-    if plot.zoom and known:
-        _inset(axes, plot, known)
     if plot.own_legend and known:
         _legend_below(axes, known, 0.72 if _turned(plot) else 0.5)
 
@@ -144,7 +140,7 @@ def _draw_line(axes: "Axes", plot: Plot, line: Line, side: float) -> None:
 
     figure, style = axes.get_figure(root=True), line.look
     assert figure is not None
-    bottom, top = axes.get_ylim()
+    top = axes.get_ylim()[1]
     shift = ScaledTranslation(_DODGE * side / 72 if plot.dots else 0, 0, figure.dpi_scale_trans)
     place, edge = axes.transData + shift, blended_transform_factory(axes.transData, axes.transAxes) + shift
     x = [float(value) for value in line.x]
@@ -167,8 +163,8 @@ def _draw_line(axes: "Axes", plot: Plot, line: Line, side: float) -> None:
         sign, height, where = "o", value, place
         if math.isinf(value):  # diverged: at the top
             sign, height, where = "x", 1.0, edge
-        elif not bottom <= value <= top:
-            sign, height, where = ("^", 1.0, edge) if value > top else ("v", 0.0, edge)
+        elif value > top:
+            sign, height, where = "^", 1.0, edge
         common["gid"] = _tag(style.number, _words(line, plot, i))
         axes.plot([x[i]], [height], sign, markersize=3.8, clip_on=False, transform=where, **common)
     if line.end and (ends := [(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)]):
@@ -272,23 +268,6 @@ def _last_quarter(line: Line, plot: Plot) -> Line:
     kept = [i for i, x in enumerate(line.x) if x >= begin]
     error = None if line.error is None else [line.error[i] for i in kept]
     return replace(line, x=[line.x[i] for i in kept], y=[line.y[i] for i in kept], error=error, end="")
-
-
-def _inset(axes: "Axes", plot: Plot, lines: Sequence[Line]) -> None:
-    """Draw the last quarter into the upper right: curves fall, so that it is free."""
-    small = axes.inset_axes((0.52, 0.5, 0.47, 0.47))
-    part = replace(plot, last=True)
-    shown = [_last_quarter(line, plot) for line in lines]
-    cut = _set_range(small, part, shown)
-    frame(small, "", "", "")
-    _set_x(small, part, shown)
-    for line in shown:
-        _draw_line(small, part, line, 0)
-    small.tick_params(labelsize=6.5, length=2)
-    small.spines[:].set_visible(True)
-    small.spines[:].set_color(RULE)
-    said = "last quarter, axis cut" if cut else "last quarter"
-    small.set_title(said, fontsize=7, color=SOFT, loc="left", pad=2)
 
 
 def _legend_below(axes: "Axes", lines: Sequence[Line], inches: float) -> None:

@@ -46,10 +46,8 @@ def logistic() -> Picture:
         )
         shown = plain.live, plain.flat, *(ended.average for ended in (plain, *pulled))
         found.append([float(np.mean(loss.value(weights))) - best for weights in shown])
-    names, methods = (
-        ("live", "flat mean", "EMA", "PACE, R = 1", "PACE, R = 4"),
-        list(zip(*found, strict=True)),
-    )
+    names = ("live", "flat mean", "EMA", "PACE, R = 1", "PACE, R = 4")
+    methods = list(zip(*found, strict=True))
     rows = [row(f"{lr:.4g}", *losses) for lr, losses in zip(lrs, found, strict=True)]
     curves = [(i, name, lrs, y, DOTS) for i, (name, y) in enumerate(zip(names, methods, strict=True))]
     title, x = f"After {steps:,} steps of 8 samples", "learning rate η"

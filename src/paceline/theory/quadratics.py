@@ -51,12 +51,10 @@ def equal_speed() -> Picture:
     rows.append(("SGD, live", f"{sgd:.6f}"))
     least = (3, "least error over η and β", pulls, values, SOLID | DOTS)
     live = (0, "SGD, live", [0, 1], [sgd, sgd], DOTTED)
-    title, x, y = (
-        f"Spectral radius {radius:g}",
-        "pull c (0 is drawn at the left edge)",
-        "E[average²] in σ²/α²",
+    x, y = "pull c (0 is drawn at the left edge)", "E[average²] in σ²/α²"
+    shown = panel(
+        f"Spectral radius {radius:g}", x, y, least, live, symlog=("x", 1e-3), y_range=(0, 1.15 * sgd)
     )
-    shown = panel(title, x, y, least, live, symlog=("x", 1e-3), y_range=(0, 1.15 * sgd))
     return Picture("equal-speed", "At equal speed a pull never helps", ("c", "least error"), rows, shown)
 
 

@@ -95,10 +95,8 @@ def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> tuple[li
             "none of these runs has readings of the pull; train with PACE and --telemetry-every 40"
         )
     for name in _ALIKE:
-        if (
-            len(values := {str(run.data.get(name, getattr(run, name, run.config.get(name)))) for run in runs})
-            > 1
-        ):
+        values = {str(run.data.get(name, getattr(run, name, run.config.get(name)))) for run in runs}
+        if len(values) > 1:
             given = ", ".join(sorted(values))[:120]
             raise ConfigError(f"these runs differ in {name} ({given}); give those that are alike")
     table = Table.of(runs)
@@ -111,10 +109,8 @@ def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> tuple[li
     if best_lr is None and plain:
         best_lr = _best(table, _lowest(table, plain))
     if best_lr is None:
-        lines.append(
-            "Whether a pull can help depends on where AdamW is best: compare (paceline compare), or say it "
-            "with --best-lr."
-        )
+        said = "Whether a pull can help depends on where AdamW is best: compare (paceline compare)"
+        lines.append(f"{said}, or say it with --best-lr.")
     found = [Kind(runs=alike) for _, alike in sorted(kinds.items(), key=lambda item: item[0])]
     for kind in found:
         low, _, high = kind.ratios
@@ -184,12 +180,9 @@ def _about_all(table: Table, plain: Mapping[str, str]) -> list[str]:
         method = _lowest(table, plain)
         lr = _best(table, method)
         tried = sorted(row.lr for row in table.where(method=method) if row.is_ended)
-        edge = (
-            ", the edge of what was tried: the true best may lie beyond."
-            if lr in (tried[0], tried[-1])
-            else "."
-        )
-        lines.append(f"Without a pull, {method} is best at lr {lr:g}{edge}")
+        at_edge = lr in (tried[0], tried[-1])
+        edge = ", the edge of what was tried: the true best may lie beyond" if at_edge else ""
+        lines.append(f"Without a pull, {method} is best at lr {lr:g}{edge}.")
     methods = [method for method in table.values("method") if _best(table, method) is not None]
     if len(methods) > 1:
         best = _lowest(table, methods)
