@@ -1,9 +1,12 @@
-"""A drifting quadratic: exact moments, their long run, and the sign of the best strength."""
+"""A drifting quadratic: exact moments, their long run, the sign of the best strength, the feed-forward."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from paceline.control.drift import Drifting, breakeven_noise, steady
+from paceline.control.drift import Drifting, breakeven_noise, feed_forward, relaxed_feed_forward, steady
+from paceline.control.gains import original_gains, original_problem, relaxed_gain, relaxed_problem
 from paceline.control.recursion import stylized
 
 
@@ -86,3 +89,31 @@ def test_with_everything_tuned_a_push_ties_without_drift_and_wins_with_enough(ve
     lr, power, returned = (values.ravel() for values in grid)
     push, ema = (problem.losses(lr, r, power, returned, 200).returned.min() for r in (-0.5, 0.0))
     assert low < push / ema < high
+
+
+def by_dynamic_programming(a, entry, running, final, penalty, dt, steps):
+    """The gain at time 0 of the Euler chain whose state holds the velocity; control enters the first."""
+    n = len(a)
+    move, push = np.eye(n + 1), dt * np.eye(n + 1)[:, :1]
+    move[:n] += dt * np.hstack([a, -np.array(entry)])
+    value, running = np.diag([*final, 0.0]), dt * np.diag([*running, 0.0])
+    for _ in range(steps):
+        gain = push.T @ value @ move / (dt * penalty + push.T @ value @ push)
+        value = running + move.T @ value @ (move - push @ gain)
+    return gain[0]
+
+
+@pytest.mark.parametrize(("alpha", "penalty", "horizon"), [(0.7, 0.3, 3), (0.1, 0.05, 2), (2.0, 0.5, 2)])
+def test_feedback_and_feed_forward_by_dynamic_programming(alpha, penalty, horizon):
+    share, of = relaxed_feed_forward(alpha, penalty, horizon, 0.0), (alpha, penalty, horizon)
+    relaxed = ([[-alpha]], [[1.0]], [1 / horizon], [0.0]), [relaxed_gain(*of, 0.0)], relaxed_problem(*of)
+    mean = [[-alpha, 0.0], [1.0, 0.0]], [[1.0], [0.0]], [0.0, 0.0], [0.0, horizon**-2]
+    for parts, feedback, problem in (relaxed, (mean, original_gains(*of, 0.0), original_problem(*of))):
+        chain = [by_dynamic_programming(*parts, penalty, horizon / n, n) for n in 50 * 2 ** np.arange(6)]
+        for order in range(1, 6):  # Richardson: the chain's error is a series in dt
+            chain = [(2**order * fine - rough) / (2**order - 1) for rough, fine in pairwise(chain)]
+        np.testing.assert_allclose(chain[0][:-1], np.array(feedback), rtol=1e-8)
+        np.testing.assert_allclose(feed_forward(problem, 0.0, parts[1]), [[-chain[0][-1]]], rtol=1e-8)
+    np.testing.assert_allclose(feed_forward(relaxed[2], 0.0), [[share]], rtol=1e-10)
+    form = steady(alpha * 0.1, 0.02, -0.02 * share / 0.98, 0.3)  # the push that equals the feed-forward
+    np.testing.assert_allclose(form.live_lag, -0.3 * (1 - share) / (alpha * 0.1), rtol=1e-12)

@@ -11,7 +11,8 @@ from itertools import product
 import matplotlib.pyplot as plt
 import numpy as np
 
-from paceline.control.drift import Drifting, breakeven_noise, steady
+from paceline.control.drift import Drifting, breakeven_noise, feed_forward, relaxed_feed_forward, steady
+from paceline.control.gains import relaxed_problem
 
 STEPS, ALPHA = 400, np.logspace(-3, 0, 7)
 STRENGTHS = np.array([-0.8, -0.65, -0.5, -0.35, -0.2, 0.0, 0.25, 0.5, 1.0])
@@ -63,7 +64,8 @@ def compare() -> None:
     problem = Drifting(curvature=0.2, velocity=0.03, sigma=0.7, wander=0.2, floor=0.05)
     run, form = problem.losses(2.0, -0.5, 50, 50, 4000), steady(0.2, 0.05, -0.025, 0.03, 0.7**2, 0.2)
     print("bias:", run.bias.item(), 0.1 * form.lag**2, " variance:", run.variance.item(), 0.1 * form.variance)
-    print("breakeven noise:", breakeven_noise(0.1, 0.01, 1e-3))
+    control = feed_forward(relaxed_problem(0.7, 0.3, 5), 1.0).item(), relaxed_feed_forward(0.7, 0.3, 5, 1.0)
+    print("feed-forward:", *control, " breakeven noise:", breakeven_noise(0.1, 0.01, 1e-3))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,10 @@ EASGD (1412.6651), BELAY (2310.13854) and FOCUS (2501.12243) pull. What this mod
   proportional to curvature and grows with the loss of the live weights (`growth`). It then needs a higher lr
   than the EMA.
 
-It explains a third of what a push gains in a small GPT, at most (docs/theory.md).
+What it does not explain: in a small GPT a push of −½ gains about a tenth of the reducible loss over AdamW's
+best EMA. It does so with κ of .5 to .6, at AdamW's best lr. Models with the GPT's basin in lr, its returned
+power and its noise of the live weights gain a third of that at most, with κ near 1. They lose at the GPT's κ
+and lr.
 """
 
 from dataclasses import dataclass
@@ -28,8 +31,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.control import checks
-from paceline.control.checks import Array
+from paceline.control.checks import Array, checked_rate, finite, not_negative, positive
 from paceline.control.limits import limiting_error, limiting_error_slope
+from paceline.control.lqg import LQG
 
 # --- Exact moments, step by step -------------------------------------------------------------------------
 
@@ -68,16 +72,14 @@ class Drifting:
 
         A strength R steps with η = lr (1 + R), so that lr is how fast slow directions move.
         """
-        alpha = np.atleast_1d(checks.positive("curvature", self.curvature))
-        sigma = checks.not_negative("sigma", self.sigma)
-        ramp, walk = checks.finite("velocity", self.velocity), checks.not_negative("wander", self.wander) ** 2
-        growth, floor = checks.not_negative("growth", self.growth), checks.not_negative("floor", self.floor)
+        alpha, sigma = np.atleast_1d(positive("curvature", self.curvature)), not_negative("sigma", self.sigma)
+        ramp, walk = finite("velocity", self.velocity), not_negative("wander", self.wander) ** 2
+        growth, floor = not_negative("growth", self.growth), not_negative("floor", self.floor)
         gains = checks.number("strength", strength, "a finite number > -1", lambda x: x > -1)
-        powers = checks.not_negative("power", power), checks.not_negative("returned", returned)
-        settings = checks.positive("lr", lr), gains, *powers
+        settings = positive("lr", lr), gains, not_negative("power", power), not_negative("returned", returned)
         rate, gain, kappa, late = (np.atleast_1d(v)[:, None] for v in np.broadcast_arrays(*settings))
         eta = rate * (1 + gain)
-        begin = np.broadcast_to(checks.finite("start", self.start), (len(eta), len(alpha)))
+        begin = np.broadcast_to(finite("start", self.start), (len(eta), len(alpha)))
         mean, spread = np.array([begin] * 3), np.zeros((3, 3, *begin.shape))
         with np.errstate(all="ignore"):
             for t in range(1, checks.whole("steps", steps, 0) + 1):
@@ -125,8 +127,8 @@ def steady(
     Without wander, lag² + variance = velocity²/(αk)² + (kσ²/2α)/(1 − aβ/2N), where k = βη/s is all that R
     changes but for aβ/2N: 1/k = (1 + (1 − β)R)/η + (1 − β)α/β. At η = lr (1 + R), R cancels as β → 0.
     """
-    a, beta, c = checks.positive("speed", speed), checks.checked_rate(rate), checks.finite("pull", pull)
-    ramp, walk = checks.finite("velocity", velocity), checks.not_negative("wander", wander) ** 2
+    a, beta, c = positive("speed", speed), checked_rate(rate), finite("pull", pull)
+    ramp, walk = finite("velocity", velocity), not_negative("wander", wander) ** 2
     by_noise = limiting_error(a, beta, c, noise)
     slow, loop = beta + (1 - beta) * (a + c), a * beta
     n = 2 - slow
@@ -143,12 +145,60 @@ def breakeven_noise(
     Learning rate and averaging rate are given. The steady error is convex in R, so that its slope at R = 0
     decides. For small a and β the result is 4 velocity² (1 + a/β)³/a, or wander² (a² + aβ + β²)/β².
     """
-    a, beta = checks.positive("speed", speed), checks.checked_rate(rate)
+    a, beta = positive("speed", speed), checked_rate(rate)
     slow, loop = beta + (1 - beta) * a, a * beta
     n = 2 - slow
     above, below = n * slow**2 + 2 * loop * (n - 1), slow * (2 * n - loop)
     by_walk = (2 * n * slow - slow**2 - 2 * loop) / below - above * (2 * n - loop - 2 * slow) / below**2
-    ramp, walk = checks.finite("velocity", velocity) ** 2, checks.not_negative("wander", wander) ** 2
+    ramp, walk = finite("velocity", velocity) ** 2, not_negative("wander", wander) ** 2
     lost = (1 - beta) * (2 * ramp * slow / loop**2 + walk * by_walk / loop)
     gained = -limiting_error_slope(a, beta, 0.0)  # for noise 1
     return np.where(gained > 0, lost / np.where(gained > 0, gained, 1.0), np.inf)
+
+
+# --- The best control ------------------------------------------------------------------------------------
+
+
+def feed_forward(problem: LQG, time: float, entry: ArrayLike | None = None) -> Array:
+    """Return F of the best control u = −K x + F v of dx = (A x + B u − entry · v) dt + C dW, v known.
+
+    The problem is solved for the state (x, v). Without `entry`, each coordinate has a velocity of its own.
+    """
+    enters = np.eye(len(problem.drift)) if entry is None else np.atleast_2d(finite("entry", entry))
+    n, m = enters.shape
+    both = LQG(
+        drift=np.block([[problem.drift, -enters], [np.zeros((m, n + m))]]),
+        input=np.pad(problem.input, ((0, m), (0, 0))),
+        running_cost=np.pad(problem.running_cost, (0, m)),
+        final_cost=np.pad(problem.final_cost, (0, m)),
+        control_cost=problem.control_cost,
+        horizon=problem.horizon,
+    )
+    return -both.gain(time)[:, n:]
+
+
+def relaxed_feed_forward(
+    curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, time: ArrayLike
+) -> Array:
+    """Return F of u = k (o − θ) + F v, which minimises E[ (1/T) ∫ |θ − o|² + λ ∫ |u|² ]; o moves by v dt.
+
+    With ω = √(α² + 1/λT), e = e^(−ω(T − t)) and the k of `gains.relaxed_gain`
+
+    .. code-block:: text
+
+        F = (ω² − α²)(1 − e)² / ( ω ((ω + α) + (ω − α) e²) )        long before T: F = 1 − α/ω = k/(k + α)
+
+    Behind a ramp live − average = v (1 − β)/β, so that this term is a push with R = −F/(1 − β).
+
+    >>> round(relaxed_feed_forward(0.5, 0.01, 400.0, 0.0).item(), 6)
+    0.292893
+    """
+    alpha, lam, end = (
+        positive("curvature", curvature),
+        positive("penalty", penalty),
+        positive("horizon", horizon),
+    )
+    omega = np.hypot(alpha, np.sqrt(1 / (lam * end)))
+    e = np.exp(-omega * (end - checks.time_in(time, end)))
+    share: Array = (1 - e) ** 2 / (lam * end * omega * ((omega + alpha) + (omega - alpha) * e**2))
+    return share

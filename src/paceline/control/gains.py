@@ -127,6 +127,14 @@ def relaxed_gain(curvature: ArrayLike, penalty: ArrayLike, horizon: ArrayLike, t
     return scalar_riccati(-finite("curvature", curvature), 1 / end, lam, 0.0, end, time) / lam
 
 
+def relaxed_problem(curvature: ArrayLike, penalty: float, horizon: float) -> LQG:
+    """Return the relaxed problem for any square A, as an LQG problem in θ − μ."""
+    a = square("curvature", curvature)
+    unit, end = np.eye(len(a)), positive("horizon", horizon)
+    costs = {"running_cost": unit / end, "control_cost": positive("penalty", penalty) * unit}
+    return LQG(drift=-a, horizon=horizon, **costs)
+
+
 # --- Approximations -----------------------------------------------------------------------------------
 
 
