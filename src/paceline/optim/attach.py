@@ -23,7 +23,7 @@ from paceline.optim import checkpoint
 from paceline.optim.averages import Average
 from paceline.optim.foreach import chunks
 from paceline.optim.fused import is_capturing
-from paceline.optim.settings import AverageDtype, Control, flatten_control_, with_whole_control
+from paceline.optim.settings import AverageDtype, Control
 from paceline.optim.state import State, follow_, name_of
 from paceline.optim.steering import Rule, Steering, Work
 from paceline.optim.storage import unsupported_storage
@@ -96,12 +96,11 @@ class Attachment:
         _check_base(optimizer)
         own = {**rule.settings, HOLD: "live", ATTACHED: True}
         for group in optimizer.param_groups:
-            rule.check({**group, **own})
+            rule.check({**group, **own, **_own_control(group)})
         self._checked_count = 0  # parameters that were checked for overlaps
         self._refuse_overlap(optimizer)
         for group in optimizer.param_groups:
-            group.update(own)
-            flatten_control_(group)  # a control of its own replaces the one for all groups
+            group.update({**own, **_own_control(group)})
         optimizer.defaults.update(own)  # for groups added later
         self._rule = rule
         self._memory: dict[Tensor, State] = {}
@@ -220,20 +219,13 @@ class Attachment:
                     stacklevel=2,
                 )
 
-    def _take_controls(self, base: Optimizer) -> None:
-        """Take the controls of groups that were added, or that a user has put in since the last step."""
-        for group in base.param_groups:
-            if "control" in group:
-                flatten_control_(group)
-                self._rule.check(group)
-
     @torch.no_grad()
     def _begin_works(self, base: Optimizer, has_closure: bool) -> None:
         """Prepare every parameter for the base's step; what can be refused is refused before any of them."""
         self._refuse_overlap(base)
-        self._take_controls(base)
         works = []
         for number, group in enumerate(base.param_groups):
+            self._rule.check(group)
             storage = group.get("average_dtype", "float32")
             for i, live in enumerate(group["params"]):
                 # With a closure gradients are made later.
@@ -318,7 +310,6 @@ class Attachment:
             self._undo_unfinished()
         elif not self._in_closure:
             raise RuntimeError("state_dict() in the middle of step(); call it before or after the step")
-        self._take_controls(base)
 
     def _join(self, base: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the base's state dict with our entries in it."""
@@ -329,7 +320,8 @@ class Attachment:
             if own:
                 named = {PREFIX + name: v for name, v in checkpoint.settled(own, parameter).items()}
                 state[key] = {**state.get(key, {}), **named}
-        return {**state_dict, "state": state}
+        groups = checkpoint.plain_groups(state_dict["param_groups"])
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def _before_load(self, base: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take our entries out, which torch would cast to the precision of the parameters."""
@@ -338,17 +330,9 @@ class Attachment:
         self._undo_unfinished()
         self._loaded = checkpoint.read(base, self._keeper, state_dict, ("step",), PREFIX)
         state = {key: _without_ours(entries) for key, entries in state_dict["state"].items()}
-        own_names = (*self._rule.settings, HOLD, ATTACHED)
-        groups = []
-        for own, saved in zip(base.param_groups, state_dict["param_groups"], strict=False):
-            flatten_control_(own)
-            ours = {k: v for k, v in own.items() if k.startswith("control_") or k in own_names}
-            merged = {**ours, **with_whole_control(saved)}
-            if "average_dtype" in ours:  # it says how to keep averages, not what they are
-                merged["average_dtype"] = ours["average_dtype"]
-            self._rule.check(merged)
-            groups.append(merged)
-        groups += state_dict["param_groups"][len(groups) :]
+        names = (*self._rule.settings, HOLD, ATTACHED)
+        ours = [{name: group[name] for name in names} for group in base.param_groups]
+        groups = checkpoint.merged_groups(ours, state_dict, self._rule.check)
         return {**state_dict, "state": {k: v for k, v in state.items() if v != {}}, "param_groups": groups}
 
     def _after_load(self, base: Optimizer) -> None:
@@ -366,6 +350,11 @@ def _caller() -> FrameType | None:
     for _ in range(2):
         frame = None if frame is None else frame.f_back
     return frame
+
+
+def _own_control(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the control that a user has put into a group, which replaces the one for all groups."""
+    return {"control": group["control"]} if "control" in group else {}
 
 
 def _without_ours(entries: Any) -> Any:

@@ -1,17 +1,21 @@
 """State dicts that keep every precision, say which weights the parameters held, and load all or nothing."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.optim.settings import Control
 from paceline.optim.sharding import any_nonzero, local, sharded_like, whole
 from paceline.optim.state import State, name_of
 from paceline.optim.storage import RESIDUALS, scale_count
 from paceline.optim.weights import HOLD, Keeper
+
+KEPT_ON_LOAD = ("average_dtype", "foreach", "fused")
+"""Settings that say how to compute, not what: a load leaves them."""
 
 # --- Saving -----------------------------------------------------------------------------------------------
 
@@ -22,6 +26,14 @@ def pairs(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[in
     for number, (group, packed) in enumerate(groups):
         for i, (parameter, key) in enumerate(zip(group["params"], packed["params"], strict=False)):
             yield number, i, parameter, key
+
+
+def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups of a state dict with controls as plain values, which weights-only loading takes."""
+    return [
+        {**group, "control": asdict(group["control"])} if group.get("control") is not None else group
+        for group in groups
+    ]
 
 
 def settled(state: State, parameter: Tensor) -> State:
@@ -120,6 +132,24 @@ def read(
     return loaded
 
 
+def merged_groups(
+    ours: Iterable[dict[str, Any]], state_dict: dict[str, Any], check: Callable[[dict[str, Any]], object]
+) -> list[dict[str, Any]]:
+    """Return saved groups as they are loaded: checked, and with our settings where they lack them."""
+    saved: list[dict[str, Any]] = state_dict["param_groups"]
+    groups = []
+    for own, its in zip(ours, saved, strict=False):
+        group = {**own, **its, **{name: own[name] for name in KEPT_ON_LOAD if name in own}}
+        if isinstance(group.get("control"), Mapping):
+            group["control"] = Control(**group["control"])
+        elif group.get("control") is None and "control" in own:
+            group["control"] = own["control"]
+        check(group)
+        groups.append(group)
+    # What torch refuses next (another number of groups or parameters) must reach it unchanged.
+    return groups + saved[len(groups) :]
+
+
 def _own(entries: dict[str, Any], prefix: str, with_live: bool) -> dict[str, Any]:
     """Return the entries of ours that have a value."""
     own = {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
@@ -178,7 +208,6 @@ def put_in(loaded: Loaded, keeper: Keeper) -> None:
     """Put a checked state in, copied, in its saved precision: two optimizers never share a tensor."""
     keeper.drop_copies()
     keeper.loaded_live = {}
-    keeper.loaded_name = loaded.hold
     for parameter, own in loaded.states.items():
         state: dict[str, Any] = {}
         for name, value in own.items():

@@ -1,4 +1,4 @@
-"""What happens around the step of a base optimizer: averages, and a control the same for all coordinates."""
+"""Which averages an optimizer keeps, and what happens around the step of a base that it is attached to."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.optim.averages import Average
 from paceline.optim.foreach import move_averages_
 from paceline.optim.rule import step_scalars
-from paceline.optim.settings import AverageDtype, Control, Settings, check, control_of, flat, flatten_control_
+from paceline.optim.settings import AverageDtype, Control, Settings, check
 from paceline.optim.sharding import local
 from paceline.optim.state import (
     STEP,
@@ -20,8 +20,8 @@ from paceline.optim.state import (
     entries_of_average,
     keep_average_,
     least_float32,
+    storage_of,
 )
-from paceline.optim.weights import AverageRule
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class Work:
     """Average − live before the base's step, where the control reads it there."""
 
 
-class Rule(AverageRule):
-    """What happens around the step of a base; by default nothing.
+class Rule:
+    """Which averages an optimizer keeps, and what happens around its step; by default nothing.
 
     For each parameter `before_`, the base's step, `after_`; or `before_`, `undo_`. Undoing twice, or what
     was only begun, does no harm.
@@ -46,6 +46,8 @@ class Rule(AverageRule):
 
     settings: Mapping[str, Any]
     """Entries of every parameter group."""
+    kept: tuple[str, ...] = ("average",)
+    """What the names of entries begin with that are averages, or begin as one."""
     moves_live = False
     """Whether `before_` changes live, where a closure takes its gradient."""
 
@@ -53,7 +55,14 @@ class Rule(AverageRule):
         """Raise ValueError if a setting of a group is out of range."""
 
     def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the averages of a group; the first is returned."""
         return ("average",)
+
+    def value(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor | None:
+        """Return an average next to these live weights; None if it has not begun, and is live."""
+        if storage_of(state, name) is None or state["step"].item() == 0:
+            return None
+        return average_of(state, name, live)
 
     def entries(self, live: Tensor, group: dict[str, Any]) -> dict[str, Entry]:
         """Return what is kept of a parameter; averages begin as live before its first step."""
@@ -78,22 +87,28 @@ def average_entry(live: Tensor) -> Entry:
     return Entry(least_float32(live), begins_as_live=True)
 
 
+class Controlled(Rule):
+    """The averages of the control in each group, for an optimizer whose step takes it in."""
+
+    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return () if group["control"] is None else tuple(group["control"].averages[::-1])
+
+
 @final
-class Steering(Rule):
+class Steering(Controlled):
     """Averages beside a base, and the control that steers it, if there is one."""
 
     def __init__(
         self, control: Control | None, further: Mapping[str, Average], average_dtype: AverageDtype
     ) -> None:
-        self.settings = {**({} if control is None else flat(control)), "average_dtype": average_dtype}
+        self.settings = {"control": control, "average_dtype": average_dtype}
         own = () if control is None else ("average",)
         self.kept = (*own, *(f"{name}_{part}" for name, average in further.items() for part in average.parts))
         self.further = dict(further)
 
     def check(self, group: dict[str, Any]) -> None:
-        flatten_control_(group)
-        check({"average_dtype": group["average_dtype"]})
-        control = _control_in(group)
+        control = group["control"]
+        check({"average_dtype": group["average_dtype"], **({} if control is None else {"control": control})})
         if control is not None and control.strength != 0 and control.sizing == "paper":
             raise ValueError(
                 "Control.paper() is sized by the second moments of AdamW: use PACE, or Control.push() and "
@@ -101,12 +116,11 @@ class Steering(Rule):
             )
 
     def names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        control = _control_in(group)
-        return (*(() if control is None else control.averages[::-1]), *self.further)
+        return (*super().names(group), *self.further)
 
     def entries(self, live: Tensor, group: dict[str, Any]) -> dict[str, Entry]:
-        control, entries = _control_in(group), {"step": STEP}
-        for name in () if control is None else control.averages:
+        entries = {"step": STEP}
+        for name in super().names(group)[::-1]:
             entries |= entries_of_average(name, live, group["average_dtype"])
         for name, average in self.further.items():
             entries |= {f"{name}_{part}": average_entry(live) for part in average.parts}
@@ -121,11 +135,10 @@ class Steering(Rule):
         return average.returned(parts, live) if has_begun else None
 
     def factor(self, group: dict[str, Any]) -> float:
-        control = _control_in(group)
-        return 1.0 if control is None else control.step
+        return 1.0 if group["control"] is None else float(group["control"].step)
 
     def before_(self, work: Work) -> None:
-        control, live = _control_in(work.group), work.live.detach()
+        control, live = work.group["control"], work.live.detach()
         if control is not None:
             work.averages = [local(average_of(work.state, name, live)) for name in control.averages]
             if control.strength != 0 and control.gap == "before":
@@ -133,17 +146,12 @@ class Steering(Rule):
 
     def after_(self, works: list[Work], t: int) -> None:
         lives = [local(work.live.detach()) for work in works]
-        control = _control_in(works[0].group)
+        control = works[0].group["control"]
         if control is not None:
             _steer_(works, lives, control, t)
         for name, average in self.further.items():
             parts = {part: [local(work.state[f"{name}_{part}"]) for work in works] for part in average.parts}
             average.move_(parts, lives, t)
-
-
-def _control_in(group: dict[str, Any]) -> Control | None:
-    """Return the control of a group; None if it keeps only the averages that were given."""
-    return control_of(group) if "control_strength" in group else None
 
 
 def _steer_(works: list[Work], lives: list[Tensor], control: Control, t: int) -> None:

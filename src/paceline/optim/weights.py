@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.optim.settings import control_of
 from paceline.optim.sharding import is_sharded, local, same_values
-from paceline.optim.state import State, average_of, named_parameters, storage_of
+from paceline.optim.state import State, named_parameters
+from paceline.optim.steering import Rule
 
 STALE = (
     "the model was loaded after the optimizer, from a checkpoint of the average; load the model first, or "
@@ -95,23 +95,6 @@ def _was_changed(parameter: Tensor, before: _Sum | None) -> bool:
 # --- One optimizer --------------------------------------------------------------------------------------
 
 
-class AverageRule:
-    """Which averages are kept of each parameter: those of a `Control`."""
-
-    kept: tuple[str, ...] = ("average",)
-    """What the names of entries begin with that are averages, or begin as one."""
-
-    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the averages of a group; the first is returned."""
-        return control_of(group).averages[::-1]
-
-    def value(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor | None:
-        """Return an average next to these live weights; None if it has not begun, and is live."""
-        if storage_of(state, name) is None or state["step"].item() == 0:
-            return None
-        return average_of(state, name, live)
-
-
 @final
 class Keeper:
     """The averages that an optimizer keeps, and which weights its parameters hold.
@@ -123,7 +106,7 @@ class Keeper:
     """
 
     def __init__(
-        self, optimizer: Optimizer, rule: AverageRule, memory: MutableMapping[Tensor, State] | None = None
+        self, optimizer: Optimizer, rule: Rule, memory: MutableMapping[Tensor, State] | None = None
     ) -> None:
         # Neither the optimizer nor what holds it: nothing here may keep it alive.
         self._optimizer, self._memory, self.rule = proxy(optimizer), memory, rule
@@ -132,9 +115,7 @@ class Keeper:
         """Whether a captured graph goes by the addresses of averages, which must not move then."""
         self.loaded_live: dict[Tensor, Tensor] = {}
         """Live weights that came with a loaded state, until the first step after it."""
-        self.loaded_name = "live"
         self._sums: dict[int, _Sum | None] = {}  # of the parameters, as they were shown
-        self._copies: list[Any] = []  # modules that may hold copies of what is shown
         self.asked: tuple[str | None, nn.Module | None] = (None, None)
         """The name and the model that the present averages were asked for with."""
         _KEEPERS[optimizer] = self
@@ -205,7 +186,6 @@ class Keeper:
             self.hide(model)  # an interrupted `hide` has put some live weights back
         self._refuse_others()
         self.asked = (name, model)
-        self._copies = _gathering_modules(model)
         self.drop_copies()  # of live; nothing computes with the weights until all are shown
         _check_sharded(model, self.remembered())  # now: a model that is gathered has other parameters
         try:
@@ -235,7 +215,7 @@ class Keeper:
                 hide_(parameter, state)
         for group in self.groups:
             group[HOLD] = "live"
-        self._copies, self.asked = [], (None, None)
+        self.asked = (None, None)
         if changed:
             warnings.warn(
                 f"{changed} parameter(s) were changed while they held the average, as by load_state_dict, "
@@ -251,7 +231,7 @@ class Keeper:
         An interrupt here is followed by another `hide`.
         """
         torch.clear_autocast_cache()
-        for module in [*self._copies, *_gathering_modules(model)]:
+        for module in [*_gathering_modules(self.asked[1]), *_gathering_modules(model)]:
             module.reshard()
 
     def _refuse_others(self) -> None:
@@ -282,28 +262,26 @@ class Keeper:
         A checkpoint made while the average was shown has the average in the model and live in the optimizer.
         If the model is loaded last, the parameters hold the average, and that is noted here.
         """
-        loaded, stale = self.loaded_live, False
+        found = None
         alike: list[tuple[State, Tensor]] = []
         for group, parameter, state in self.remembered():
-            live, held = loaded.get(parameter), parameter.detach()
+            live, held = self.loaded_live.get(parameter), parameter.detach()
             if live is None or "live" in state:
                 continue
             if same_values(held, live.to(parameter)):
                 alike.append((state, live))
                 continue
-            names = self.rule.names(group)
-            for name in {names[0], *({self.loaded_name} & {*names})}:
+            for name in self.rule.names(group):
                 average = self.rule.value(name, parameter, state, live)
                 # The model's checkpoint was in the precision of its live weights.
                 if average is not None and same_values(held, average.to(live.dtype).to(parameter)):
-                    state["live"] = live
-                    stale = True
-        if stale:
+                    state["live"], found = live, name
+        if found is not None:
             for state, live in alike:  # where average and live are equal: a state that is saved now has all
                 state["live"] = live
             for group in self.groups:
-                group[HOLD] = self.loaded_name
-        return stale
+                group[HOLD] = found
+        return found is not None
 
 
 _KEEPERS: "WeakKeyDictionary[Optimizer, Keeper]" = WeakKeyDictionary()
