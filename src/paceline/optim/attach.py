@@ -94,14 +94,18 @@ class Attachment:
 
     def __init__(self, optimizer: Optimizer, rule: Rule) -> None:
         _check_base(optimizer)
-        own = {**rule.settings, HOLD: "live", ATTACHED: True}
-        for group in optimizer.param_groups:
-            rule.check({**group, **own, **_own_control(group)})
+        defaults = {**rule.settings, HOLD: "live", ATTACHED: True}
+        own = [
+            {**defaults, "control": group["control"]} if "control" in group else defaults
+            for group in optimizer.param_groups
+        ]
+        for group, its in zip(optimizer.param_groups, own, strict=True):
+            rule.check({**group, **its})
         self._checked_count = 0  # parameters that were checked for overlaps
         self._refuse_overlap(optimizer)
-        for group in optimizer.param_groups:
-            group.update({**own, **_own_control(group)})
-        optimizer.defaults.update(own)  # for groups added later
+        for group, its in zip(optimizer.param_groups, own, strict=True):
+            group.update(its)
+        optimizer.defaults.update(defaults)  # for groups added later
         self._rule = rule
         self._memory: dict[Tensor, State] = {}
         self._keeper = Keeper(optimizer, rule, self._memory)
@@ -110,7 +114,7 @@ class Attachment:
         self._rates: list[tuple[dict[str, Any], Any, Any, float]] = []  # group, lr, scaled lr, factor
         self._works: list[Work] = []
         self._in_closure = False
-        self._loaded = checkpoint.Loaded()
+        self._loaded: dict[Tensor, State] = {}  # read, and not yet put in
         optimizer.register_step_pre_hook(self._before_step)
         # Before the user's own, which may clear gradients, step a scheduler or save.
         handle = optimizer.register_step_post_hook(self._after_step)
@@ -336,12 +340,10 @@ class Attachment:
         return {**state_dict, "state": {k: v for k, v in state.items() if v != {}}, "param_groups": groups}
 
     def _after_load(self, base: Optimizer) -> None:
-        loaded, self._loaded = self._loaded, checkpoint.Loaded()
         self._memory.clear()
-        checkpoint.put_in(loaded, self._keeper)
+        checkpoint.put_in(self._loaded, self._keeper)
+        self._loaded = {}
         self._announce(base)
-        for note in loaded.notes:
-            warnings.warn(note, stacklevel=4)
 
 
 def _caller() -> FrameType | None:
@@ -350,11 +352,6 @@ def _caller() -> FrameType | None:
     for _ in range(2):
         frame = None if frame is None else frame.f_back
     return frame
-
-
-def _own_control(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the control that a user has put into a group, which replaces the one for all groups."""
-    return {"control": group["control"]} if "control" in group else {}
 
 
 def _without_ours(entries: Any) -> Any:

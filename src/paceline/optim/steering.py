@@ -16,10 +16,10 @@ from paceline.optim.state import (
     STEP,
     Entry,
     State,
+    average_entry,
     average_of,
     entries_of_average,
     keep_average_,
-    least_float32,
     storage_of,
 )
 
@@ -80,11 +80,6 @@ class Rule:
 
     def after_(self, works: list[Work], t: int) -> None:
         """Finish step t of parameters of one group, device and dtype, which the base has moved."""
-
-
-def average_entry(live: Tensor) -> Entry:
-    """Return the entry of an average in full precision."""
-    return Entry(least_float32(live), begins_as_live=True)
 
 
 class Controlled(Rule):
