@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.optim import checkpoint
 from paceline.optim.averages import Average
+from paceline.optim.exchange import settled
 from paceline.optim.foreach import chunks
 from paceline.optim.fused import is_capturing
 from paceline.optim.settings import AverageDtype, Control
@@ -322,7 +323,7 @@ class Attachment:
         for _, _, parameter, key in checkpoint.pairs(base, state_dict):
             own = self._memory.get(parameter)
             if own:
-                named = {PREFIX + name: v for name, v in checkpoint.settled(own, parameter).items()}
+                named = {PREFIX + name: v for name, v in settled(own, parameter).items()}
                 state[key] = {**state.get(key, {}), **named}
         groups = checkpoint.plain_groups(state_dict["param_groups"])
         return {**state_dict, "state": state, "param_groups": groups}

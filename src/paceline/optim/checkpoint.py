@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.optim.settings import Control
-from paceline.optim.sharding import any_nonzero, local, sharded_like, whole
+from paceline.optim.sharding import any_nonzero, sharded_like, whole
 from paceline.optim.state import State, name_of
 from paceline.optim.storage import RESIDUALS, scale_count
 from paceline.optim.weights import HOLD, Keeper
@@ -35,14 +35,6 @@ def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {**group, "control": asdict(group["control"])} if group.get("control") is not None else group
         for group in groups
     ]
-
-
-def settled(state: State, parameter: Tensor) -> State:
-    """Return a state whose averages do not share memory with a parameter that shows one of them."""
-    held = local(parameter.detach())
-    if "live" not in state or not held.numel():
-        return dict(state)
-    return {k: v.clone() if local(v).data_ptr() == held.data_ptr() else v for k, v in state.items()}
 
 
 def with_live(optimizer: Optimizer, keeper: Keeper, state_dict: dict[str, Any], prefix: str = "") -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.optim import checkpoint
+from paceline.optim.exchange import settled
 from paceline.optim.foreach import chunks, foreach_step_
 from paceline.optim.fused import Launch, is_capturing, launches_of, unsupported_reason
 from paceline.optim.rule import Slot, pace_step_
@@ -248,7 +249,7 @@ class PACE(Optimizer):
         packed["param_groups"] = checkpoint.plain_groups(packed["param_groups"])
         for _, _, parameter, key in checkpoint.pairs(self, packed):
             if key in packed["state"]:
-                packed["state"][key] = checkpoint.settled(packed["state"][key], parameter)
+                packed["state"][key] = settled(packed["state"][key], parameter)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from paceline.optim.exchange import Sum, hide_, show_
 from paceline.optim.sharding import is_sharded, local, same_values
 from paceline.optim.state import State, named_parameters
 from paceline.optim.steering import Rule
@@ -29,67 +30,6 @@ ATTACHED = "paceline_attached"
 """The group entry by which a copy of an attached optimizer, which has lost its hooks, is recognised."""
 
 Optimizers = Optimizer | Sequence[Optimizer]
-
-
-# --- One parameter --------------------------------------------------------------------------------------
-
-
-def show_(parameter: Tensor, state: State, average: Tensor | None, *, in_place: bool) -> None:
-    """Put an average into a parameter and keep its live weights as state["live"]. None: it shows live.
-
-    Whatever interrupts it, `hide_` restores everything. No tensor that a state dict may hold is written to.
-    """
-    state["live"] = parameter.detach().clone()
-    if average is None:
-        return
-    parameter.copy_(average)
-    for key, kept in state.items():
-        if kept is average and _is_same_kind(kept, parameter) and not in_place:
-            state[key] = parameter.detach()  # the average is the parameter now; its own memory is free again
-
-
-def hide_(parameter: Tensor, state: State) -> None:
-    """Undo `show_`, bit for bit, also after an interrupt or if the parameter was cast or moved in between."""
-    for key, value in state.items():
-        if key != "live" and _is_alias(value, parameter):
-            state[key] = value.clone()
-    parameter.copy_(state["live"])
-    del state["live"]  # only now: whatever interrupts the copy, live is still there
-
-
-def _is_same_kind(kept: Tensor, parameter: Tensor) -> bool:
-    return (kept.shape, kept.dtype, kept.device) == (parameter.shape, parameter.dtype, parameter.device)
-
-
-def _is_alias(value: Tensor, parameter: Tensor) -> bool:
-    ours, theirs = local(value), local(parameter.detach())
-    return ours.shape == theirs.shape and ours.numel() > 0 and ours.data_ptr() == theirs.data_ptr()
-
-
-_Sum = tuple[torch.dtype, Tensor]
-"""The dtype of a parameter, and a sum of its bits, wherever they lie."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _sum_of_bits(parameter: Tensor) -> _Sum | None:
-    """Return what tells whether a parameter was changed; its version does not see what goes by `.data`."""
-    part = local(parameter.detach())
-    if type(part) is not Tensor or part.element_size() not in _INTEGERS or part.is_meta:
-        return None
-    bits = part.view(_INTEGERS[part.element_size()])
-    # Times its neighbour's upper half: a plain sum stays as it is where many weights are doubled or negated.
-    mixed = bits.roll(1).bitwise_right_shift_(4 * part.element_size()).mul_(bits)
-    # Without a dtype torch would sum a copy of 8 bytes an element.
-    dtype = torch.promote_types(bits.dtype, torch.int32)
-    return part.dtype, bits.sum(dtype=dtype) + 3 * mixed.sum(dtype=dtype)
-
-
-def _was_changed(parameter: Tensor, before: _Sum | None) -> bool:
-    """Return whether a parameter has changed; a cast or a move is no change."""
-    now = _sum_of_bits(parameter)
-    if before is None or now is None or before[0] != now[0]:
-        return False
-    return not torch.equal(before[1], now[1].to(before[1].device))
 
 
 # --- One optimizer --------------------------------------------------------------------------------------
@@ -115,7 +55,7 @@ class Keeper:
         """Whether a captured graph goes by the addresses of averages, which must not move then."""
         self.loaded_live: dict[Tensor, Tensor] = {}
         """Live weights that came with a loaded state, until the first step after it."""
-        self._sums: dict[int, _Sum | None] = {}  # of the parameters, as they were shown
+        self._sums: dict[int, Sum | None] = {}  # of the parameters, as they were shown
         self.asked: tuple[str | None, nn.Module | None] = (None, None)
         """The name and the model that the present averages were asked for with."""
         _KEEPERS[optimizer] = self
@@ -194,8 +134,7 @@ class Keeper:
             for group, parameter, state in self.remembered():
                 average = self.rule.value(group[HOLD], parameter, state, parameter.detach())
                 # Also where it is live: a saved state then has the same entries for all.
-                show_(parameter, state, average, in_place=self.keeps_addresses)
-                self._sums[id(parameter)] = _sum_of_bits(parameter)
+                self._sums[id(parameter)] = show_(parameter, state, average, in_place=self.keeps_addresses)
         except BaseException:
             self.hide(model)
             raise
@@ -211,8 +150,7 @@ class Keeper:
         changed = 0
         for parameter, state in self.memory.items():  # also those that were taken out of their group
             if "live" in state:
-                changed += _was_changed(parameter, self._sums.pop(id(parameter), None))
-                hide_(parameter, state)
+                changed += hide_(parameter, state, self._sums.pop(id(parameter), None))
         for group in self.groups:
             group[HOLD] = "live"
         self.asked = (None, None)
