@@ -36,7 +36,7 @@ from paceline import (
     averaged_weights,
     reset_average,
 )
-from paceline.optim import exchange, weights
+from paceline.optim import weights
 from paceline.optim.weights import keeper_of
 
 PUSH = Control.push()
@@ -81,7 +81,7 @@ def contents(optimizer):
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------
 
-FILES = (weights.__file__, exchange.__file__, contextlib.__file__)
+FILES = (weights.__file__, contextlib.__file__)
 
 
 def is_interrupted(action, line):

@@ -21,14 +21,13 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.optim import checkpoint
 from paceline.optim.averages import Average
-from paceline.optim.exchange import settled
 from paceline.optim.foreach import chunks
 from paceline.optim.fused import is_capturing
 from paceline.optim.settings import AverageDtype, Control
 from paceline.optim.state import State, follow_, name_of
 from paceline.optim.steering import Rule, Steering, Work
 from paceline.optim.storage import unsupported_storage
-from paceline.optim.weights import ATTACHED, HOLD, Keeper, first_overlap
+from paceline.optim.weights import ATTACHED, HOLD, Keeper, first_overlap, settled
 
 PREFIX = "paceline_"
 """The beginning of the names of our entries in the base's state dict."""

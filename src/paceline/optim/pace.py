@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.optim import checkpoint
-from paceline.optim.exchange import settled
 from paceline.optim.foreach import chunks, foreach_step_
 from paceline.optim.fused import Launch, is_capturing, launches_of, unsupported_reason
 from paceline.optim.rule import Slot, pace_step_
@@ -33,9 +32,8 @@ from paceline.optim.state import (
     keep_average_,
     named_parameters,
 )
-from paceline.optim.steering import Controlled
 from paceline.optim.storage import unsupported_storage
-from paceline.optim.weights import HOLD, Keeper, first_overlap
+from paceline.optim.weights import HOLD, AverageRule, Keeper, first_overlap, settled
 
 Path = Literal["fused", "foreach", "loop"]
 _ADAMW_ONLY = ("amsgrad", "decoupled_weight_decay", "capturable", "differentiable")  # mean nothing here
@@ -101,7 +99,7 @@ class PACE(Optimizer):
 
     def _begin(self) -> None:
         """Make what is not part of a copy or a pickle."""
-        self._keeper = Keeper(self, Controlled())
+        self._keeper = Keeper(self, AverageRule())
         self._plans: list[_Plan] = []
         self._facts: list[object] | None = None  # what the plans were made from
         self._captured: list[Launch] = []  # kept alive, because CUDA graphs read their memory

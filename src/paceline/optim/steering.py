@@ -1,4 +1,4 @@
-"""Which averages an optimizer keeps, and what happens around the step of a base that it is attached to."""
+"""What happens around the step of a base optimizer: averages, and a control the same for all coordinates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ from paceline.optim.state import (
     average_of,
     entries_of_average,
     keep_average_,
-    storage_of,
 )
+from paceline.optim.weights import AverageRule
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class Work:
     """Average − live before the base's step, where the control reads it there."""
 
 
-class Rule:
-    """Which averages an optimizer keeps, and what happens around its step; by default nothing.
+class Rule(AverageRule):
+    """What happens around the step of a base; by default nothing.
 
     For each parameter `before_`, the base's step, `after_`; or `before_`, `undo_`. Undoing twice, or what
     was only begun, does no harm.
@@ -46,8 +46,6 @@ class Rule:
 
     settings: Mapping[str, Any]
     """Entries of every parameter group."""
-    kept: tuple[str, ...] = ("average",)
-    """What the names of entries begin with that are averages, or begin as one."""
     moves_live = False
     """Whether `before_` changes live, where a closure takes its gradient."""
 
@@ -55,14 +53,7 @@ class Rule:
         """Raise ValueError if a setting of a group is out of range."""
 
     def names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the averages of a group; the first is returned."""
         return ("average",)
-
-    def value(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor | None:
-        """Return an average next to these live weights; None if it has not begun, and is live."""
-        if storage_of(state, name) is None or state["step"].item() == 0:
-            return None
-        return average_of(state, name, live)
 
     def entries(self, live: Tensor, group: dict[str, Any]) -> dict[str, Entry]:
         """Return what is kept of a parameter; averages begin as live before its first step."""
@@ -82,15 +73,8 @@ class Rule:
         """Finish step t of parameters of one group, device and dtype, which the base has moved."""
 
 
-class Controlled(Rule):
-    """The averages of the control in each group, for an optimizer whose step takes it in."""
-
-    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return () if group["control"] is None else tuple(group["control"].averages[::-1])
-
-
 @final
-class Steering(Controlled):
+class Steering(Rule):
     """Averages beside a base, and the control that steers it, if there is one."""
 
     def __init__(
@@ -111,11 +95,12 @@ class Steering(Controlled):
             )
 
     def names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (*super().names(group), *self.further)
+        control: Control | None = group["control"]
+        return (*(() if control is None else control.averages[::-1]), *self.further)
 
     def entries(self, live: Tensor, group: dict[str, Any]) -> dict[str, Entry]:
-        entries = {"step": STEP}
-        for name in super().names(group)[::-1]:
+        control, entries = group["control"], {"step": STEP}
+        for name in () if control is None else control.averages:
             entries |= entries_of_average(name, live, group["average_dtype"])
         for name, average in self.further.items():
             entries |= {f"{name}_{part}": average_entry(live) for part in average.parts}

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.optim.exchange import Sum, hide_, show_
+from paceline.optim.settings import Control
 from paceline.optim.sharding import is_sharded, local, same_values
-from paceline.optim.state import State, named_parameters
-from paceline.optim.steering import Rule
+from paceline.optim.state import State, average_of, named_parameters, storage_of
 
 STALE = (
     "the model was loaded after the optimizer, from a checkpoint of the average; load the model first, or "
@@ -32,7 +31,92 @@ ATTACHED = "paceline_attached"
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
+# --- One parameter --------------------------------------------------------------------------------------
+
+_Sum = tuple[torch.dtype, Tensor]
+"""The dtype of a parameter, and a sum of its bits, wherever they lie."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def show_(parameter: Tensor, state: State, average: Tensor | None, *, in_place: bool) -> _Sum | None:
+    """Put an average into a parameter, and keep its live weights as state["live"]. None: it shows live.
+
+    Whatever interrupts it, `hide_` restores everything. No tensor that a state dict may hold is written to.
+    What is returned tells `hide_` whether the parameter was changed.
+    """
+    state["live"] = parameter.detach().clone()
+    if average is not None:
+        parameter.copy_(average)
+    for key, kept in state.items():
+        if kept is average and _is_same_kind(kept, parameter) and not in_place:
+            state[key] = parameter.detach()  # the average is the parameter now; its own memory is free again
+    return _sum_of_bits(parameter)
+
+
+def hide_(parameter: Tensor, state: State, shown: _Sum | None) -> bool:
+    """Undo `show_`, bit for bit, and return whether the parameter was changed since.
+
+    It may have been cast or moved, and `show_` or another `hide_` may have been interrupted.
+    """
+    was_changed = _was_changed(parameter, shown)
+    state.update(settled(state, parameter))
+    parameter.copy_(state["live"])
+    del state["live"]  # only now: whatever interrupts the copy, live is still there
+    return was_changed
+
+
+def _is_same_kind(kept: Tensor, parameter: Tensor) -> bool:
+    return (kept.shape, kept.dtype, kept.device) == (parameter.shape, parameter.dtype, parameter.device)
+
+
+def settled(state: State, parameter: Tensor) -> State:
+    """Return a state whose averages do not share memory with a parameter that shows one of them."""
+    held = local(parameter.detach())
+    if "live" not in state or not held.numel():
+        return dict(state)
+    return {k: v.clone() if local(v).data_ptr() == held.data_ptr() else v for k, v in state.items()}
+
+
+def _sum_of_bits(parameter: Tensor) -> _Sum | None:
+    """Return what tells whether a parameter was changed; its version does not see what goes by `.data`."""
+    part = local(parameter.detach())
+    if type(part) is not Tensor or part.element_size() not in _INTEGERS or part.is_meta:
+        return None
+    bits = part.view(_INTEGERS[part.element_size()])
+    # Times its neighbour's upper half: a plain sum stays as it is where many weights are doubled or negated.
+    mixed = bits.roll(1).bitwise_right_shift_(4 * part.element_size()).mul_(bits)
+    # Without a dtype torch would sum a copy of 8 bytes an element.
+    dtype = torch.promote_types(bits.dtype, torch.int32)
+    return part.dtype, bits.sum(dtype=dtype) + 3 * mixed.sum(dtype=dtype)
+
+
+def _was_changed(parameter: Tensor, before: _Sum | None) -> bool:
+    """Return whether a parameter has changed; a cast or a move is no change."""
+    now = _sum_of_bits(parameter)
+    if before is None or now is None or before[0] != now[0]:
+        return False
+    return not torch.equal(before[1], now[1].to(before[1].device))
+
+
 # --- One optimizer --------------------------------------------------------------------------------------
+
+
+class AverageRule:
+    """Which averages are kept of each parameter: those of the control in its group."""
+
+    kept: tuple[str, ...] = ("average",)
+    """What the names of entries begin with that are averages, or begin as one."""
+
+    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the averages of a group; the first is returned."""
+        control: Control = group["control"]
+        return control.averages[::-1]
+
+    def value(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor | None:
+        """Return an average next to these live weights; None if it has not begun, and is live."""
+        if storage_of(state, name) is None or state["step"].item() == 0:
+            return None
+        return average_of(state, name, live)
 
 
 @final
@@ -46,7 +130,7 @@ class Keeper:
     """
 
     def __init__(
-        self, optimizer: Optimizer, rule: Rule, memory: MutableMapping[Tensor, State] | None = None
+        self, optimizer: Optimizer, rule: AverageRule, memory: MutableMapping[Tensor, State] | None = None
     ) -> None:
         # Neither the optimizer nor what holds it: nothing here may keep it alive.
         self._optimizer, self._memory, self.rule = proxy(optimizer), memory, rule
@@ -55,7 +139,7 @@ class Keeper:
         """Whether a captured graph goes by the addresses of averages, which must not move then."""
         self.loaded_live: dict[Tensor, Tensor] = {}
         """Live weights that came with a loaded state, until the first step after it."""
-        self._sums: dict[int, Sum | None] = {}  # of the parameters, as they were shown
+        self._sums: dict[int, _Sum | None] = {}  # of the parameters, as they were shown
         self.asked: tuple[str | None, nn.Module | None] = (None, None)
         """The name and the model that the present averages were asked for with."""
         _KEEPERS[optimizer] = self
