@@ -47,8 +47,9 @@ def show_(parameter: Tensor, state: State, average: Tensor | None, *, in_place: 
     state["live"] = parameter.detach().clone()
     if average is not None:
         parameter.copy_(average)
+    kind = (parameter.shape, parameter.dtype, parameter.device)
     for key, kept in state.items():
-        if kept is average and _is_same_kind(kept, parameter) and not in_place:
+        if kept is average and (kept.shape, kept.dtype, kept.device) == kind and not in_place:
             state[key] = parameter.detach()  # the average is the parameter now; its own memory is free again
     return _sum_of_bits(parameter)
 
@@ -63,10 +64,6 @@ def hide_(parameter: Tensor, state: State, shown: _Sum | None) -> bool:
     parameter.copy_(state["live"])
     del state["live"]  # only now: whatever interrupts the copy, live is still there
     return was_changed
-
-
-def _is_same_kind(kept: Tensor, parameter: Tensor) -> bool:
-    return (kept.shape, kept.dtype, kept.device) == (parameter.shape, parameter.dtype, parameter.device)
 
 
 def settled(state: State, parameter: Tensor) -> State:
