@@ -237,18 +237,21 @@ APART = {
 }
 
 
+@pytest.mark.parametrize("make", [PACE, lambda named: attach(torch.optim.SGD(named))])
 @pytest.mark.parametrize("kind", [*OVERLAPPING, *APART])
-def test_parameters_that_share_memory_are_refused_with_both_names(kind):
+def test_parameters_that_share_memory_are_refused_with_both_names(kind, make):
+    """Shown one after the other, the second would keep the first's average as its live weights."""
     first, second = (nn.Parameter(part) for part in {**OVERLAPPING, **APART}[kind](torch.randn(12)))
-    optimizer = PACE([("first", first)])
+    optimizer = make([("first", first)])
     if kind in APART:
-        PACE([("first", first), ("second", second)])
+        make([("first", first), ("second", second)])
         return
     with pytest.raises(ValueError, match=r"'first' and parameter 'second' share memory"):
-        PACE([("first", first), ("second", second)])
+        make([("first", first), ("second", second)])
     with pytest.raises(ValueError, match="share memory"):
         optimizer.add_param_group({"params": [("second", second)]})
-    assert len(optimizer.param_groups) == 1
+        optimizer.step()  # where a base is asked
+    assert len(optimizer.param_groups) == (1 if make is PACE else 2)
 
 
 UNSUPPORTED = {
