@@ -207,10 +207,12 @@ def test_a_control_is_loaded_whole_and_what_it_lacks_is_not_ours(make):
     other.param_groups[0]["control"] = growing
     other.load_state_dict(state)
     assert other.param_groups[0]["control"] == PUSH
-    plain = torch.optim.AdamW(make_parameters()).state_dict()
-    other.param_groups[0]["control"] = growing
-    other.load_state_dict(plain)
-    assert other.param_groups[0]["control"] == growing
+    plain = torch.optim.AdamW(make_parameters())
+    averaged = attach(torch.optim.AdamW(make_parameters()), averages={"a": PowerLaw(0.5)})
+    for without in (plain, averaged):
+        other.param_groups[0]["control"] = growing
+        other.load_state_dict(without.state_dict())
+        assert other.param_groups[0]["control"] == growing
 
 
 def test_a_second_load_forgets_the_live_weights_of_the_first():
