@@ -114,7 +114,7 @@ class Attachment:
         self._rates: list[tuple[dict[str, Any], Any, Any, float]] = []  # group, lr, scaled lr, factor
         self._works: list[Work] = []
         self._in_closure = False
-        self._loaded: dict[Tensor, State] = {}  # read, and not yet put in
+        self._loaded: checkpoint.Loaded = ({}, [])  # read, and not yet put in
         optimizer.register_step_pre_hook(self._before_step)
         # Before the user's own, which may clear gradients, step a scheduler or save.
         handle = optimizer.register_step_post_hook(self._after_step)
@@ -340,10 +340,12 @@ class Attachment:
         return {**state_dict, "state": {k: v for k, v in state.items() if v != {}}, "param_groups": groups}
 
     def _after_load(self, base: Optimizer) -> None:
+        (states, notes), self._loaded = self._loaded, ({}, [])
         self._memory.clear()
-        checkpoint.put_in(self._loaded, self._keeper)
-        self._loaded = {}
+        checkpoint.put_in(states, self._keeper)
         self._announce(base)
+        for note in notes:
+            warnings.warn(note, stacklevel=4)
 
 
 def _caller() -> FrameType | None:

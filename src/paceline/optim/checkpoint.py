@@ -1,6 +1,5 @@
 """State dicts that keep every precision, say which weights the parameters held, and load all or nothing."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -56,13 +55,17 @@ def with_live(optimizer: Optimizer, keeper: Keeper, state_dict: dict[str, Any], 
 # --- Loading ----------------------------------------------------------------------------------------------
 
 
+Loaded = tuple[dict[Tensor, State], list[str]]
+"""What of a saved state is ours, checked, and what the user should hear once it is in."""
+
+
 def read(
     optimizer: Optimizer,
     keeper: Keeper,
     state_dict: dict[str, Any],
     required: tuple[str, ...],
     prefix: str = "",
-) -> dict[Tensor, State]:
+) -> Loaded:
     """Check a state dict as a whole and return our part of it. Raise ValueError before anything changes."""
     _check_names(optimizer, state_dict)
     was_shown = any(group.get(HOLD, "live") != "live" for group in state_dict["param_groups"])
@@ -70,7 +73,8 @@ def read(
         raise ValueError(
             "load_state_dict() inside averaged_weights: leave the block first; nothing was loaded"
         )
-    states, without = {}, 0
+    states: dict[Tensor, State] = {}
+    without = 0
     for number, i, parameter, key in pairs(optimizer, state_dict):
         entries = state_dict["state"].get(key)
         if not isinstance(entries, dict):
@@ -97,13 +101,11 @@ def read(
             "the parameters hold the average now, and this state has no live weights for all of them; "
             "nothing was loaded. Call train() or leave averaged_weights, then load weights and state"
         )
-    if without:
-        warnings.warn(
-            f"the loaded state has no average, or not all of them, of {without} parameter(s); what is "
-            "missing begins as the live weights at the next step",
-            stacklevel=3,
-        )
-    return states
+    note = (
+        f"the loaded state has no average, or not all of them, of {without} parameter(s); what is missing "
+        "begins as the live weights at the next step"
+    )
+    return states, [note] if without else []
 
 
 def merged_groups(

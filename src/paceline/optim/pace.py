@@ -252,15 +252,16 @@ class PACE(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of PACE or of torch.optim.AdamW, in its own precision: all of it, or nothing."""
-        states = checkpoint.read(self, self._keeper, state_dict, ("step", "exp_avg", "exp_avg_sq"))
+        states, notes = checkpoint.read(self, self._keeper, state_dict, ("step", "exp_avg", "exp_avg_sq"))
         groups = checkpoint.merged_groups(self.param_groups, state_dict, Settings.of)
         if any(group.get("amsgrad") for group in groups):
-            note = "the loaded state is of AMSGrad; PACE continues without its running maximum"
-            warnings.warn(note, stacklevel=2)
+            notes.append("the loaded state is of AMSGrad; PACE continues without its running maximum")
         groups = [{k: v for k, v in group.items() if k not in _ADAMW_ONLY} for group in groups]
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         checkpoint.put_in(states, self._keeper)
         self._facts = None
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
 
 
 # --- The plan of a step ---------------------------------------------------------------------------------
