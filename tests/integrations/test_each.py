@@ -70,7 +70,7 @@ def test_settings_are_those_of_the_training_arguments(tmp_path):
     assert type(optimizer) is PACE
     for group, decay in zip(optimizer.param_groups, (0.01, 0.0), strict=True):
         assert (group["lr"], group["betas"], group["eps"]) == (LR, (0.9, 0.95), 1e-8)
-        assert (group["weight_decay"], group["control_strength"]) == (decay, -0.5)
+        assert (group["weight_decay"], group["control"]) == (decay, Control.push())
     with pytest.raises(ValueError, match=r"Invalid weight_decay value: .* give it to TrainingArguments"):
         pace_for_trainer(args, weight_decay=0.2)
 

@@ -254,18 +254,6 @@ def test_a_state_of_an_optimizer_of_another_kind_changes_nothing(other):
 # --- Whose parameters they are ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [PACE, beside])
-@pytest.mark.parametrize("later", [False, True])
-def test_parameters_on_one_storage_are_refused_with_both_names(make, later):
-    """Shown one after the other, the second would keep the first's average as its live weights."""
-    whole = torch.zeros(10)
-    first, second = (whole[part].requires_grad_() for part in (slice(6), slice(4, 10)))
-    with pytest.raises(ValueError, match="'a' and parameter 'b' share memory"):
-        optimizer = make([("a", first), *([] if later else [("b", second)])])
-        optimizer.add_param_group({"params": [("b", second)]})
-        optimizer.step()
-
-
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_two_averages_of_the_same_parameters_never_meet(storage):
     first = make()

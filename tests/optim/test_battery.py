@@ -468,6 +468,8 @@ def test_until_the_first_step_the_average_is_live(name):
                 parameter.fill_(3.0)  # weights loaded after construction count
     with averaged_weights(problem.optimizer):
         assert all((parameter == 3.0).all() for parameter in problem.parameters)
+    exported = averaged_state_dict(problem.model, problem.optimizer)
+    assert all((value == 3.0).all() for value in exported.values())
     early = Problem(name).like(late.parameters, seed=0)
     for each in (problem, late, early):
         each.run(4)

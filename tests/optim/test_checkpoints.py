@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from paceline import PACE, Control, PowerLaw, attach, averaged_weights
-from paceline.optim.settings import control_of
 from paceline.optim.weights import keeper_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.*:UserWarning")
@@ -139,15 +138,15 @@ def test_own_settings_of_speed_and_storage_stay_and_all_others_are_loaded():
     optimizer = run(parameters, make_gradients(3), PUSH, betas=(0.5, 0.6), foreach=True)
     saved = copy.deepcopy(optimizer.state_dict())
     for group in saved["param_groups"]:  # of a version before these settings were there
-        del group["control_gap"], group["parameters_hold"]
+        del group["control"]["gap"], group["parameters_hold"]
     for entries in saved["state"].values():
         entries["step"] = int(entries["step"])
     others = make_parameters(dtype=torch.float32)
     other = PACE(others, 0.3, foreach=False, average_dtype="bfloat16")
     other.load_state_dict(saved)
     (group,) = other.param_groups
-    assert (group["lr"], group["betas"], group["control_strength"]) == (1e-2, (0.5, 0.6), -0.5)
-    assert (group["foreach"], group["average_dtype"], group["control_gap"]) == (False, "bfloat16", "before")
+    assert (group["lr"], group["betas"], group["control"]) == (1e-2, (0.5, 0.6), PUSH)
+    assert (group["foreach"], group["average_dtype"]) == (False, "bfloat16")
     kept = [averages_of(optimizer, p)["returned"] for p in parameters]
     assert same([averages_of(other, p)["returned"] for p in others], kept)
 
@@ -166,7 +165,7 @@ CANNOT = {
     ),
     "a moment": (spoiled(lambda s: s[2].pop("exp_avg")), "state of parameter 2 of group 0 lacks exp_avg"),
     "a setting": (
-        lambda saved: saved["param_groups"][0].update(control_power=2.0),
+        lambda saved: saved["param_groups"][0]["control"].update(power=2.0),
         "Invalid power value: 2.0",
     ),
     "groups": (lambda saved: saved["param_groups"].append({"params": []}), "different number of parameter"),
@@ -203,15 +202,17 @@ def test_a_control_is_loaded_whole_and_what_it_lacks_is_not_ours(make):
     """Otherwise an old push and a new length would make a control that nobody has chosen."""
     optimizer, other = make(make_parameters()), make(make_parameters())
     state = copy.deepcopy(optimizer.state_dict())
-    del state["param_groups"][0]["control_grow"]
+    del state["param_groups"][0]["control"]["grow"]
     growing = Control.push(0.75, grow=100)
     other.param_groups[0]["control"] = growing
     other.load_state_dict(state)
-    assert control_of(other.param_groups[0]) == PUSH
-    plain = torch.optim.AdamW(make_parameters()).state_dict()
-    other.param_groups[0]["control"] = growing
-    other.load_state_dict(plain)
-    assert control_of(other.param_groups[0]) == growing
+    assert other.param_groups[0]["control"] == PUSH
+    plain = torch.optim.AdamW(make_parameters())
+    averaged = attach(torch.optim.AdamW(make_parameters()), averages={"a": PowerLaw(0.5)})
+    for without in (plain, averaged):
+        other.param_groups[0]["control"] = growing
+        other.load_state_dict(without.state_dict())
+        assert other.param_groups[0]["control"] == growing
 
 
 def test_a_second_load_forgets_the_live_weights_of_the_first():

@@ -1,5 +1,6 @@
 """What a user may set: defaults, what is refused and in whose words, groups, and settings changed later."""
 
+import copy
 import math
 from dataclasses import FrozenInstanceError, fields, replace
 
@@ -18,8 +19,7 @@ from problems import (
 )
 from torch import nn
 
-from paceline import PACE, Control, averaged_weights
-from paceline.optim.settings import control_of, flat
+from paceline import PACE, Control, attach, averaged_weights
 
 INF, NAN = math.inf, math.nan
 NO_SECOND = {"every": 1, "pull_every": None, "slope": 1.0, "delay": 0.0, "least_rate": 0.0, "max_gain": 1.0}
@@ -44,7 +44,7 @@ def test_the_defaults_are_frozen(name):
 
 def test_the_defaults_of_pace_are_algorithm_1_and_adamws():
     (group,) = PACE([torch.ones(1, requires_grad=True)]).param_groups
-    assert control_of(group) == Control.paper()
+    assert group["control"] == Control.paper()
     adamw = torch.optim.AdamW([torch.ones(1, requires_grad=True)]).param_groups[0]
     shared = ("lr", "betas", "eps", "weight_decay", "maximize", "foreach", "fused")
     assert {name: group[name] for name in shared} == {name: adamw[name] for name in shared}
@@ -116,6 +116,7 @@ REFUSED = [
     ({"foreach": "yes"}, "foreach", "'yes'", "None, True, False"),
     ({"fused": 2}, "fused", "2", "None, True, False"),
     ({"average_dtype": "fp8"}, "average_dtype", "'fp8'", "'float32', 'bfloat16', 'int8'"),
+    ({"control": "push"}, "control", "'push'", "a Control, such as Control.push()"),
 ]
 
 
@@ -164,26 +165,31 @@ def test_groups_are_as_many_optimizers(foreach):
         assert_same_bits(expected, {k: v for k, v in found.items() if k.startswith(f"{i}/")})
 
 
-def test_a_control_in_a_group_is_flat_plain_numbers():
+def test_a_control_is_plain_values_in_a_state_dict():
     control = Control.push(every=2, pull_every=3)
-    (group,) = PACE([torch.ones(1, requires_grad=True)], control=control).param_groups
-    stored = {name: value for name, value in group.items() if name.startswith("control_")}
-    assert stored == flat(control) and control_of(group) == control and "control" not in group
-    assert {type(value) for value in stored.values()} <= {float, int, str, type(None)}
+    optimizer = PACE([torch.ones(1, requires_grad=True)], control=control)
+    for each in (optimizer, attach(torch.optim.SGD([torch.ones(1, requires_grad=True)]), control=control)):
+        stored = each.state_dict()["param_groups"][0]["control"]
+        assert each.param_groups[0]["control"] is control and Control(**stored) == control
+        assert type(stored) is dict
+        assert {type(value) for value in stored.values()} <= {float, int, str, type(None)}
 
 
 def test_controls_that_are_changed_in_mid_run_count_from_the_next_step():
-    """A "control" that is put into a group, or one of its numbers; averages come and go."""
+    """Averages come and go."""
     parameters, others = make_parameters(), make_parameters()
     gradients = make_gradients(9)
     optimizer = run(parameters, gradients[:3], Control.push())
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["control"] |= {"strength": -0.25, "step": 0.75}
+    other = PACE(others)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        torch._foreach_copy_(others, parameters)
+    advance(other, others, gradients[3:6])
     optimizer.param_groups[0]["control"] = replace(Control.push(), strength=-0.25, step=0.75)
     advance(optimizer, parameters, gradients[3:6])
-    other = run(others, gradients[:3], Control.push())
-    other.param_groups[0].update(control_strength=-0.25, control_step=0.75)
-    advance(other, others, gradients[3:6])
     assert_same_bits(everything(optimizer), everything(other))
-    assert control_of(optimizer.param_groups[0]).strength == -0.25
     optimizer.param_groups[0]["control"] = Control.none()
     advance(optimizer, parameters, gradients[6:])
     assert {"average", "returned"} & optimizer.state[parameters[0]].keys() == {"average"}
@@ -194,13 +200,14 @@ def test_controls_that_are_changed_in_mid_run_count_from_the_next_step():
     assert torch.allclose(returned, live[0] + 11**-0.7 * (parameters[0] - live[0]), rtol=1e-12)
 
 
-def test_a_number_out_of_range_is_refused_at_the_next_step_before_anything_moves():
+@pytest.mark.parametrize("make", [PACE, lambda groups, lr: attach(torch.optim.SGD(groups, lr))])
+def test_a_setting_that_is_not_allowed_is_refused_at_the_next_step_before_anything_moves(make):
     first, second = make_parameters(shapes=[(3,), (2,)])
-    optimizer = PACE([{"params": [first]}, {"params": [second]}], lr=1e-2)
-    optimizer.param_groups[1]["control_power"] = 1.5
+    optimizer = make([{"params": [first]}, {"params": [second]}], lr=1e-2)
+    optimizer.param_groups[1]["control"] = "push"
     set_gradients([first, second], make_gradients(1, shapes=[(3,), (2,)])[0])
     before = first.detach().clone()
-    with pytest.raises(ValueError, match=r"Invalid power value: 1\.5"):
+    with pytest.raises(ValueError, match=r"Invalid control value: 'push'; allowed: a Control, such as"):
         optimizer.step()
     assert torch.equal(first, before)
 
@@ -230,18 +237,21 @@ APART = {
 }
 
 
+@pytest.mark.parametrize("make", [PACE, lambda named: attach(torch.optim.SGD(named))])
 @pytest.mark.parametrize("kind", [*OVERLAPPING, *APART])
-def test_parameters_that_share_memory_are_refused_with_both_names(kind):
+def test_parameters_that_share_memory_are_refused_with_both_names(kind, make):
+    """Shown one after the other, the second would keep the first's average as its live weights."""
     first, second = (nn.Parameter(part) for part in {**OVERLAPPING, **APART}[kind](torch.randn(12)))
-    optimizer = PACE([("first", first)])
+    optimizer = make([("first", first)])
     if kind in APART:
-        PACE([("first", first), ("second", second)])
+        make([("first", first), ("second", second)])
         return
     with pytest.raises(ValueError, match=r"'first' and parameter 'second' share memory"):
-        PACE([("first", first), ("second", second)])
+        make([("first", first), ("second", second)])
     with pytest.raises(ValueError, match="share memory"):
         optimizer.add_param_group({"params": [("second", second)]})
-    assert len(optimizer.param_groups) == 1
+        optimizer.step()  # where a base is asked
+    assert len(optimizer.param_groups) == (1 if make is PACE else 2)
 
 
 UNSUPPORTED = {

@@ -279,7 +279,8 @@ def test_settings_that_change_are_followed_and_paths_continue_each_others_states
         parameters, optimizer = fused(kernel, shapes=shapes)
         for k, path in enumerate(paths):
             optimizer.param_groups[0] |= {"foreach": None, "fused": None, **path}
-            optimizer.param_groups[0] |= {"betas": (0.9, 0.99 - 0.01 * k), "control_power": 0.3 + 0.2 * k}
+            control = Control.push(power=0.3 + 0.2 * k)
+            optimizer.param_groups[0] |= {"betas": (0.9, 0.99 - 0.01 * k), "control": control}
             advance(optimizer, parameters, make_gradients(2, seed=k, shapes=shapes))
         found.append(everything(optimizer))
     assert found[0].keys() == found[1].keys()

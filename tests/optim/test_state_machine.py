@@ -23,7 +23,6 @@ from one_step import DTYPES, SHAPES, SUBJECTS, Expected, contents, drawn, has, k
 from problems import assert_same_bits, set_gradients
 
 from paceline import averaged_weights, reset_average
-from paceline.optim.settings import control_of, flat
 from paceline.optim.state import average_of
 from paceline.optim.weights import keeper_of
 
@@ -74,18 +73,7 @@ class Machine(RuleBasedStateMachine):
         value = self.subject.draw(noise, name)
         if name == "average_dtype" and any(p.dtype == torch.float64 for p in group["params"]):
             return
-        if name == "control" and noise.random() < 0.5:
-            group.pop("control", None)
-            own.pop("shown_by", None)
-            group.update(flat(value))
-        else:  # a control counts when a step or a save takes it
-            own |= {"shown_by": own.get("shown_by", own["control"])} if name == "control" else {}
-            group[name] = value
-        own[name] = value
-
-    def take_controls(self):
-        for own in self.settings:
-            own.pop("shown_by", None)
+        own[name] = group[name] = value
 
     # --- Steps --------------------------------------------------------------------------------------------
 
@@ -114,7 +102,6 @@ class Machine(RuleBasedStateMachine):
         with pytest.raises(ZeroDivisionError):
             self.optimizer.step(closure)
         if self.subject.is_attached:
-            self.take_controls()
             for i, old in enumerate(self.entries):  # states are made ready before the closure is called
                 new = kept(self.optimizer, self.parameters[i])
                 self.entries[i] = old if old.keys() == new.keys() and old.get("step") else new
@@ -139,7 +126,6 @@ class Machine(RuleBasedStateMachine):
         if is_at_0 and not any(entries and entries["step"] for entries in self.entries):
             return  # what torch.distributed.checkpoint does to learn the names of a state
         self.expect_live()
-        self.take_controls()
         state = lambda i: (self.settings[self.groups[i]], self.live[i], self.entries[i])  # noqa: E731
         expected = {i: Expected(self.subject, *state(i)) for i in given}
         set_gradients(self.parameters, gradients if closure is None else [None] * len(gradients))
@@ -194,7 +180,7 @@ class Machine(RuleBasedStateMachine):
 
     def returned(self, i):
         own = self.settings[self.groups[i]]
-        name = own.get("shown_by", own["control"]).averages[-1]
+        name = own["control"].averages[-1]
         return average_of(self.entries[i], name, self.live[i]) if has(self.entries[i], name) else self.live[i]
 
     def expect_live(self):
@@ -242,7 +228,6 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def save(self):
         state_dict, buffer = self.optimizer.state_dict(), io.BytesIO()
-        self.take_controls()
         for i, entries in enumerate(self.entries):
             found = state_dict["state"].get(i, {})
             if self.subject.is_attached:
@@ -328,7 +313,7 @@ class Machine(RuleBasedStateMachine):
             expected = {"held": self.displayed.get(i, self.live[i]), "live": self.live[i]}
             assert_same_bits({"held": parameter, "live": parameter if away is None else away}, expected)
         for own, group in zip(self.settings, self.optimizer.param_groups, strict=True):
-            assert group["lr"] == own["lr"] and (group.get("control") or control_of(group)) == own["control"]
+            assert group["lr"] == own["lr"] and group["control"] == own["control"]
 
     def teardown(self):
         block, self.block = self.block, None

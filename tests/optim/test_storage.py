@@ -22,7 +22,7 @@ from problems import (
 )
 from reference import Reference, array, averages_of
 
-from paceline import PACE, Control, averaged_weights
+from paceline import PACE, Control
 from paceline.optim import storage
 from paceline.optim.storage import BLOCK, RESIDUALS, decode, encode_, hashes
 
@@ -247,26 +247,13 @@ def test_weights_that_are_laid_out_anew_keep_their_average(kind):
         encode_(state["average_residual"], state.get("average_scale"), residual.clone(), state["step"], 0)
         expected = averages(optimizer, [parameter])[0, "average"]
         parameter.data = parameter.data.to(memory_format=torch.channels_last)
-        optimizer.param_groups[0].update(lr=0.0, control_every=10)
+        optimizer.param_groups[0].update(lr=0.0, control=Control.paper(every=10))
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     average = averages(optimizer, [parameter])[0, "average"]
     assert state["average_residual"].stride() == parameter.stride()
     assert (average - expected).abs().max() <= 2.0**-7 * sizes.max()
     assert not torch.equal(average, parameter)
-
-
-@kinds
-def test_shown_it_is_the_average_and_hidden_live_is_back_to_the_bit(kind):
-    parameters = make_parameters(dtype=torch.bfloat16)
-    optimizer = run(parameters, make_gradients(7), Control.push(), average_dtype=kind)
-    before, expected = everything(optimizer), averages(optimizer, parameters)
-    with averaged_weights(optimizer):
-        for i, parameter in enumerate(parameters):
-            assert torch.equal(parameter, expected[i, "returned"].bfloat16())
-        for key, average in averages(optimizer, parameters).items():
-            assert torch.equal(average, expected[key])
-    assert_same_bits(before, everything(optimizer))
 
 
 @pytest.mark.parametrize("old", BYTES)

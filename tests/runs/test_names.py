@@ -153,8 +153,8 @@ def group_of(method, **more):
         ("ademamix:alpha_warmup=none", {}, {"alpha_warmup": None, "beta3_warmup": 300}),
         ("ema_nesterov", {}, {"start": 48, "stop": 228}),
         ("ema_nesterov:stop=50%,push=0.6", {}, {"start": 48, "stop": 150, "push": 0.6}),
-        ("adamw+push:weight_decay=0.2,strength=0.7", {}, {"weight_decay": 0.2, "control_strength": -0.7}),
-        ("pace:c=1e-2", {}, {"control_strength": 1e-2, "control_sizing": "paper"}),
+        ("adamw+push:weight_decay=0.2,strength=0.7", {}, {"weight_decay": 0.2, "control": Control.push(0.7)}),
+        ("pace:c=1e-2", {}, {"control": Control.paper(1e-2)}),
     ],
 )
 def test_rivals_have_the_settings_of_their_authors(method, more, expected):

@@ -23,11 +23,11 @@ from paceline.optim import checkpoint
 from paceline.optim.averages import Average
 from paceline.optim.foreach import chunks
 from paceline.optim.fused import is_capturing
-from paceline.optim.settings import AverageDtype, Control, flatten_control_, with_whole_control
+from paceline.optim.settings import AverageDtype, Control
 from paceline.optim.state import State, follow_, name_of
 from paceline.optim.steering import Rule, Steering, Work
 from paceline.optim.storage import unsupported_storage
-from paceline.optim.weights import ATTACHED, HOLD, Keeper, first_overlap
+from paceline.optim.weights import ATTACHED, HOLD, Keeper, first_overlap, settled
 
 PREFIX = "paceline_"
 """The beginning of the names of our entries in the base's state dict."""
@@ -94,15 +94,18 @@ class Attachment:
 
     def __init__(self, optimizer: Optimizer, rule: Rule) -> None:
         _check_base(optimizer)
-        own = {**rule.settings, HOLD: "live", ATTACHED: True}
-        for group in optimizer.param_groups:
-            rule.check({**group, **own})
+        defaults = {**rule.settings, HOLD: "live", ATTACHED: True}
+        own = [
+            {**defaults, "control": group["control"]} if "control" in group else defaults
+            for group in optimizer.param_groups
+        ]
+        for group, its in zip(optimizer.param_groups, own, strict=True):
+            rule.check({**group, **its})
         self._checked_count = 0  # parameters that were checked for overlaps
         self._refuse_overlap(optimizer)
-        for group in optimizer.param_groups:
-            group.update(own)
-            flatten_control_(group)  # a control of its own replaces the one for all groups
-        optimizer.defaults.update(own)  # for groups added later
+        for group, its in zip(optimizer.param_groups, own, strict=True):
+            group.update(its)
+        optimizer.defaults.update(defaults)  # for groups added later
         self._rule = rule
         self._memory: dict[Tensor, State] = {}
         self._keeper = Keeper(optimizer, rule, self._memory)
@@ -111,7 +114,7 @@ class Attachment:
         self._rates: list[tuple[dict[str, Any], Any, Any, float]] = []  # group, lr, scaled lr, factor
         self._works: list[Work] = []
         self._in_closure = False
-        self._loaded = checkpoint.Loaded()
+        self._loaded: checkpoint.Loaded = ({}, [])  # read, and not yet put in
         optimizer.register_step_pre_hook(self._before_step)
         # Before the user's own, which may clear gradients, step a scheduler or save.
         handle = optimizer.register_step_post_hook(self._after_step)
@@ -220,20 +223,13 @@ class Attachment:
                     stacklevel=2,
                 )
 
-    def _take_controls(self, base: Optimizer) -> None:
-        """Take the controls of groups that were added, or that a user has put in since the last step."""
-        for group in base.param_groups:
-            if "control" in group:
-                flatten_control_(group)
-                self._rule.check(group)
-
     @torch.no_grad()
     def _begin_works(self, base: Optimizer, has_closure: bool) -> None:
         """Prepare every parameter for the base's step; what can be refused is refused before any of them."""
         self._refuse_overlap(base)
-        self._take_controls(base)
         works = []
         for number, group in enumerate(base.param_groups):
+            self._rule.check(group)
             storage = group.get("average_dtype", "float32")
             for i, live in enumerate(group["params"]):
                 # With a closure gradients are made later.
@@ -318,7 +314,6 @@ class Attachment:
             self._undo_unfinished()
         elif not self._in_closure:
             raise RuntimeError("state_dict() in the middle of step(); call it before or after the step")
-        self._take_controls(base)
 
     def _join(self, base: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the base's state dict with our entries in it."""
@@ -327,9 +322,10 @@ class Attachment:
         for _, _, parameter, key in checkpoint.pairs(base, state_dict):
             own = self._memory.get(parameter)
             if own:
-                named = {PREFIX + name: v for name, v in checkpoint.settled(own, parameter).items()}
+                named = {PREFIX + name: v for name, v in settled(own, parameter).items()}
                 state[key] = {**state.get(key, {}), **named}
-        return {**state_dict, "state": state}
+        groups = checkpoint.plain_groups(state_dict["param_groups"])
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def _before_load(self, base: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take our entries out, which torch would cast to the precision of the parameters."""
@@ -338,25 +334,17 @@ class Attachment:
         self._undo_unfinished()
         self._loaded = checkpoint.read(base, self._keeper, state_dict, ("step",), PREFIX)
         state = {key: _without_ours(entries) for key, entries in state_dict["state"].items()}
-        own_names = (*self._rule.settings, HOLD, ATTACHED)
-        groups = []
-        for own, saved in zip(base.param_groups, state_dict["param_groups"], strict=False):
-            flatten_control_(own)
-            ours = {k: v for k, v in own.items() if k.startswith("control_") or k in own_names}
-            merged = {**ours, **with_whole_control(saved)}
-            if "average_dtype" in ours:  # it says how to keep averages, not what they are
-                merged["average_dtype"] = ours["average_dtype"]
-            self._rule.check(merged)
-            groups.append(merged)
-        groups += state_dict["param_groups"][len(groups) :]
+        names = (*self._rule.settings, HOLD, ATTACHED)
+        ours = [{name: group[name] for name in names} for group in base.param_groups]
+        groups = checkpoint.merged_groups(ours, state_dict, self._rule.check)
         return {**state_dict, "state": {k: v for k, v in state.items() if v != {}}, "param_groups": groups}
 
     def _after_load(self, base: Optimizer) -> None:
-        loaded, self._loaded = self._loaded, checkpoint.Loaded()
+        (states, notes), self._loaded = self._loaded, ({}, [])
         self._memory.clear()
-        checkpoint.put_in(loaded, self._keeper)
+        checkpoint.put_in(states, self._keeper)
         self._announce(base)
-        for note in loaded.notes:
+        for note in notes:
             warnings.warn(note, stacklevel=4)
 
 

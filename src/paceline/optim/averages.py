@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from paceline.optim.foreach import move_averages_
-from paceline.optim.settings import COUNT, NOT_NEGATIVE, SHARE, Allowed, check, is_number, require
+from paceline.optim.settings import COUNT, FROM_0, NOT_NEGATIVE, SHARE, Allowed, check, is_number, require
 
 Parts = dict[str, list[Tensor]]
 
 _ALLOWED: dict[str, Allowed] = {
     "power": SHARE,
     "decay": SHARE,
-    "start": (lambda v: isinstance(v, int) and v >= 0, "an integer >= 0"),
+    "start": FROM_0,
     "fraction": (lambda v: is_number(v) and 0 < v < math.inf, "> 0 and finite"),
     "bias_power": NOT_NEGATIVE,
     "every": COUNT,
     "min_rate": SHARE,
-    "burn_in": (lambda v: isinstance(v, int) and v >= 0, "an integer >= 0"),
+    "burn_in": FROM_0,
     "share": SHARE,
 }
 

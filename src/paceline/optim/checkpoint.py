@@ -1,17 +1,21 @@
 """State dicts that keep every precision, say which weights the parameters held, and load all or nothing."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.optim.sharding import any_nonzero, local, sharded_like, whole
+from paceline.optim.settings import Control
+from paceline.optim.sharding import any_nonzero, sharded_like, whole
 from paceline.optim.state import State, name_of
 from paceline.optim.storage import RESIDUALS, scale_count
 from paceline.optim.weights import HOLD, Keeper
+
+KEPT_ON_LOAD = ("average_dtype", "foreach", "fused")
+"""Settings that say how to compute, not what: a load leaves them."""
 
 # --- Saving -----------------------------------------------------------------------------------------------
 
@@ -24,12 +28,12 @@ def pairs(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[in
             yield number, i, parameter, key
 
 
-def settled(state: State, parameter: Tensor) -> State:
-    """Return a state whose averages do not share memory with a parameter that shows one of them."""
-    held = local(parameter.detach())
-    if "live" not in state or not held.numel():
-        return dict(state)
-    return {k: v.clone() if local(v).data_ptr() == held.data_ptr() else v for k, v in state.items()}
+def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups of a state dict with controls as plain values, which weights-only loading takes."""
+    return [
+        {**group, "control": asdict(group["control"])} if group.get("control") is not None else group
+        for group in groups
+    ]
 
 
 def with_live(optimizer: Optimizer, keeper: Keeper, state_dict: dict[str, Any], prefix: str = "") -> Any:
@@ -51,14 +55,8 @@ def with_live(optimizer: Optimizer, keeper: Keeper, state_dict: dict[str, Any], 
 # --- Loading ----------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class Loaded:
-    """What of a saved state is ours, checked and not yet put in."""
-
-    states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
-    hold: str = "live"
-    notes: list[str] = field(default_factory=list)
-    """What the user should hear once the state is in."""
+Loaded = tuple[dict[Tensor, State], list[str]]
+"""What of a saved state is ours, checked, and what the user should hear once it is in."""
 
 
 def read(
@@ -70,54 +68,62 @@ def read(
 ) -> Loaded:
     """Check a state dict as a whole and return our part of it. Raise ValueError before anything changes."""
     _check_names(optimizer, state_dict)
-    groups = state_dict["param_groups"]
-    loaded = Loaded(hold=next((group[HOLD] for group in groups if HOLD in group), "live"))
-    if keeper.in_block and loaded.hold == "live":  # one saved while the average was shown brings live along
+    was_shown = any(group.get(HOLD, "live") != "live" for group in state_dict["param_groups"])
+    if keeper.in_block and not was_shown:  # one saved while the average was shown brings live along
         raise ValueError(
             "load_state_dict() inside averaged_weights: leave the block first; nothing was loaded"
         )
+    states: dict[Tensor, State] = {}
     without = 0
     for number, i, parameter, key in pairs(optimizer, state_dict):
         entries = state_dict["state"].get(key)
         if not isinstance(entries, dict):
             continue
-        own = _own(entries, prefix, with_live=loaded.hold != "live")
-        missing = [name for name in keeper.rule.kept if not any(entry.startswith(name) for entry in own)]
-        if not own:
-            if loaded.hold != "live" and "live" in entries:
-                raise ValueError(
-                    "this is a state of PACE, saved while the parameters held the average, and attach() "
-                    "cannot put its live weights back; nothing was loaded. Save after train() or outside "
-                    "averaged_weights"
-                )
-            without += bool(missing and entries)
-            continue
-        name = name_of(optimizer.param_groups[number], number, i)
-        _check_saved(parameter, own, name, required)
-        has_begun = own["step"] > 0
-        if loaded.hold != "live" and "live" not in own and has_begun:
+        own = _own(entries, prefix, with_live=was_shown)
+        if own:
+            name = name_of(optimizer.param_groups[number], number, i)
+            _check_saved(parameter, own, name, required, was_shown)
+            states[parameter] = own
+        elif was_shown and "live" in entries:
             raise ValueError(
-                f"this state was saved while the parameters held the average, and the live weights of {name} "
-                "(its entry 'live') did not come along; nothing was loaded. By torch.distributed.checkpoint "
-                "load it inside averaged_weights, where a state has that entry: dcp.load reads only what its "
-                "template has"
+                "this is a state of PACE, saved while the parameters held the average, and attach() "
+                "cannot put its live weights back; nothing was loaded. Save after train() or outside "
+                "averaged_weights"
             )
-        without += bool(missing and has_begun)
-        loaded.states[parameter] = own
+        has_begun = own["step"] > 0 if own else bool(entries)
+        lacks = any(not any(entry.startswith(name) for entry in own) for name in keeper.rule.kept)
+        without += bool(has_begun and lacks)
     holders = [parameter for _, parameter, state in keeper.remembered() if "live" in state]
     if keeper.shown != "live":
-        holders += loaded.states
-    if not all("live" in loaded.states.get(parameter, {}) for parameter in holders):
+        holders += states
+    if not all("live" in states.get(parameter, {}) for parameter in holders):
         raise ValueError(
             "the parameters hold the average now, and this state has no live weights for all of them; "
             "nothing was loaded. Call train() or leave averaged_weights, then load weights and state"
         )
-    if without:
-        loaded.notes.append(
-            f"the loaded state has no average, or not all of them, of {without} parameter(s); what is "
-            "missing begins as the live weights at the next step"
-        )
-    return loaded
+    note = (
+        f"the loaded state has no average, or not all of them, of {without} parameter(s); what is missing "
+        "begins as the live weights at the next step"
+    )
+    return states, [note] if without else []
+
+
+def merged_groups(
+    ours: Iterable[dict[str, Any]], state_dict: dict[str, Any], check: Callable[[dict[str, Any]], object]
+) -> list[dict[str, Any]]:
+    """Return saved groups as they are loaded: checked, and with our settings where they lack them."""
+    saved: list[dict[str, Any]] = state_dict["param_groups"]
+    groups = []
+    for own, its in zip(ours, saved, strict=False):
+        group = {**own, **its, **{name: own[name] for name in KEPT_ON_LOAD if name in own}}
+        if isinstance(group.get("control"), Mapping):
+            group["control"] = Control(**group["control"])
+        elif group.get("control") is None and "control" in own:
+            group["control"] = own["control"]
+        check(group)
+        groups.append(group)
+    # What torch refuses next (another number of groups or parameters) must reach it unchanged.
+    return groups + saved[len(groups) :]
 
 
 def _own(entries: dict[str, Any], prefix: str, with_live: bool) -> dict[str, Any]:
@@ -141,11 +147,20 @@ def _check_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                     )
 
 
-def _check_saved(live: Tensor, saved: dict[str, Any], name: str, required: tuple[str, ...]) -> None:
+def _check_saved(
+    live: Tensor, saved: dict[str, Any], name: str, required: tuple[str, ...], was_shown: bool
+) -> None:
     """Raise ValueError if a saved state cannot belong to this parameter."""
     missing = [key for key in required if key not in saved]
     if missing:
         raise ValueError(f"the saved state of {name} lacks {', '.join(missing)} (it has: {', '.join(saved)})")
+    if was_shown and "live" not in saved and saved["step"] > 0:
+        raise ValueError(
+            f"this state was saved while the parameters held the average, and the live weights of {name} "
+            "(its entry 'live') did not come along; nothing was loaded. By torch.distributed.checkpoint "
+            "load it inside averaged_weights, where a state has that entry: dcp.load reads only what its "
+            "template has"
+        )
     for key, value in saved.items():
         if key == "step" or key.endswith("_scale"):
             continue
@@ -174,12 +189,11 @@ def _check_saved(live: Tensor, saved: dict[str, Any], name: str, required: tuple
 
 @torch.inference_mode(False)  # in which new tensors could not be written to later
 @torch.no_grad()
-def put_in(loaded: Loaded, keeper: Keeper) -> None:
-    """Put a checked state in, copied, in its saved precision: two optimizers never share a tensor."""
+def put_in(states: dict[Tensor, State], keeper: Keeper) -> None:
+    """Put checked states in, copied, in their saved precision: two optimizers never share a tensor."""
     keeper.drop_copies()
     keeper.loaded_live = {}
-    keeper.loaded_name = loaded.hold
-    for parameter, own in loaded.states.items():
+    for parameter, own in states.items():
         state: dict[str, Any] = {}
         for name, value in own.items():
             if name == "step":

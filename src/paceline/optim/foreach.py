@@ -15,6 +15,7 @@ CHUNK_ELEMENTS = {"cuda": 2**24, "cpu": 2**18}
 model; on a CPU as many as its cache holds with their state, which halves the time of a step."""
 
 T = TypeVar("T")
+Tensors = list[Tensor]
 
 
 def chunks(items: Iterable[T], key: Callable[[T], tuple[Tensor, object]]) -> Iterator[list[T]]:
@@ -39,7 +40,7 @@ def foreach_step_(slots: Sequence[Slot], settings: Settings, t: int) -> None:
     """Take step t for slots of one device, dtype and mesh, in place."""
     lives, grads, exp_avgs, exp_avg_sqs, averages = (list(column) for column in list(zip(*slots))[:5])
     returned = [slot.returned for slot in slots if slot.returned is not None]
-    control, (beta1, beta2) = settings.control, settings.betas
+    control = settings.control
     at = step_scalars(t, settings)
     if t == 1:
         for mean, live in zip(averages + returned, lives + lives):
@@ -50,15 +51,8 @@ def foreach_step_(slots: Sequence[Slot], settings: Settings, t: int) -> None:
         grads = list(torch._foreach_neg(grads))
     if settings.weight_decay != 0:
         torch._foreach_mul_(lives, number(at.decay, lives))
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, number(beta2, exp_avg_sqs))
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    denominators = take_gradients_(grads, exp_avgs, exp_avg_sqs, settings.betas, t, settings.eps)
     del grads
-    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
-    # A list of floats on a GPU, as torch's AdamW has it: by one float torch would multiply by its inverse.
-    roots = number(at.root_correction, denominators)
-    torch._foreach_div_(denominators, [roots] * len(lives) if isinstance(roots, float) else roots)
-    torch._foreach_add_(denominators, settings.eps)
     torch._foreach_addcdiv_(lives, exp_avgs, denominators, at.step_size)
 
     if control.order == "average, then pull":
@@ -71,6 +65,22 @@ def foreach_step_(slots: Sequence[Slot], settings: Settings, t: int) -> None:
         move_averages_(averages, lives, at.rate)
     if returned:
         move_averages_(returned, lives, at.return_rate)
+
+
+def take_gradients_(
+    grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, betas: tuple[float, float], t: int, eps: float
+) -> Tensors:
+    """Take gradients into both moments at step t, and return the denominators √v̂ + ε, all as AdamW."""
+    beta1, beta2 = betas
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, number(beta2, exp_avg_sqs))
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+    # A list of floats on a GPU, as torch's AdamW has it: by one float torch would multiply by its inverse.
+    root = number((1 - beta2**t) ** 0.5, denominators)
+    torch._foreach_div_(denominators, [root] * len(denominators) if isinstance(root, float) else root)
+    torch._foreach_add_(denominators, eps)
+    return denominators
 
 
 def _pull_(lives: list[Tensor], gaps: list[Tensor], denominators: list[Tensor], at: StepScalars) -> None:

@@ -20,10 +20,6 @@ from paceline.optim.settings import (
     Control,
     Settings,
     check,
-    control_of,
-    flat,
-    flatten_control_,
-    with_whole_control,
 )
 from paceline.optim.sharding import layout_of, local
 from paceline.optim.state import (
@@ -37,11 +33,10 @@ from paceline.optim.state import (
     named_parameters,
 )
 from paceline.optim.storage import unsupported_storage
-from paceline.optim.weights import HOLD, AverageRule, Keeper, first_overlap
+from paceline.optim.weights import HOLD, AverageRule, Keeper, first_overlap, settled
 
 Path = Literal["fused", "foreach", "loop"]
 _ADAMW_ONLY = ("amsgrad", "decoupled_weight_decay", "capturable", "differentiable")  # mean nothing here
-_KEPT_ON_LOAD = ("average_dtype", "foreach", "fused")  # how to compute, not what: a load leaves them
 
 
 @final
@@ -96,8 +91,8 @@ class PACE(Optimizer):
         maximize: bool = False,
     ) -> None:
         adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        own = {"average_dtype": average_dtype, "foreach": foreach, "fused": fused, HOLD: "live"}
-        defaults = {**adamw, **flat(control), **own}
+        paths = {"foreach": foreach, "fused": fused}
+        defaults = {**adamw, "control": control, "average_dtype": average_dtype, **paths, HOLD: "live"}
         check(defaults)
         super().__init__(params, defaults)
         self._begin()  # only now: a keeper registers its optimizer, which must be a valid one
@@ -110,21 +105,21 @@ class PACE(Optimizer):
         self._captured: list[Launch] = []  # kept alive, because CUDA graphs read their memory
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "loaded_live": (self._keeper.loaded_live, self._keeper.loaded_name)}
+        return {**super().__getstate__(), "loaded_live": self._keeper.loaded_live}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        loaded = state.pop("loaded_live", ({}, "live"))
+        loaded_live = state.pop("loaded_live", {})
         super().__setstate__(state)
         if "_keeper" not in self.__dict__:  # this is a copy; torch calls it at a load, too
             self._begin()
-        self._keeper.loaded_live, self._keeper.loaded_name = loaded
+        self._keeper.loaded_live = loaded_live
 
     def __repr__(self) -> str:
         lines = []
         for i, group in enumerate(self.param_groups):
             path = self._plans[i].path if i < len(self._plans) else "chosen at the first step"
             plain = f"lr {float(group['lr']):g}, weight_decay {group['weight_decay']:g}"
-            lines.append(f"    group {i}: {plain}, {control_of(group)}, path: {path}")
+            lines.append(f"    group {i}: {plain}, {group['control']}, path: {path}")
         return "\n".join(["PACE(", *lines, ")"])
 
     @torch.no_grad()
@@ -134,7 +129,6 @@ class PACE(Optimizer):
         group = self.param_groups[-1]
         named = named_parameters(group, len(self.param_groups) - 1)
         try:
-            flatten_control_(group)
             Settings.of(group)  # raises
             refused = _first_refusal(named, lambda p: _unsupported(p, group["average_dtype"]))
             refused = refused or first_overlap(self.param_groups)
@@ -159,8 +153,6 @@ class PACE(Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._keeper.hide()  # a closure that evaluates may end in eval()
-        for group in self.param_groups:  # a user may have put a control in
-            flatten_control_(group)
         is_dummy = not self.state and checkpoint.is_dummy_step(self.param_groups)  # plans make the state
         if self._facts != facts(self.param_groups, self.state):
             self._make_plans()
@@ -251,32 +243,24 @@ class PACE(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, with the live weights in it while the parameters hold the average."""
         self._keeper.notice_stale_load()
-        for group in self.param_groups:  # a user may have put a control in
-            flatten_control_(group)
         packed = super().state_dict()
+        packed["param_groups"] = checkpoint.plain_groups(packed["param_groups"])
         for _, _, parameter, key in checkpoint.pairs(self, packed):
             if key in packed["state"]:
-                packed["state"][key] = checkpoint.settled(packed["state"][key], parameter)
+                packed["state"][key] = settled(packed["state"][key], parameter)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of PACE or of torch.optim.AdamW, in its own precision: all of it, or nothing."""
-        loaded = checkpoint.read(self, self._keeper, state_dict, ("step", "exp_avg", "exp_avg_sq"))
-        groups = []
-        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            flatten_control_(own)  # set since the last step; a loaded one counts, if there is one
-            taken = {k: v for k, v in saved.items() if k not in (*_ADAMW_ONLY, *_KEPT_ON_LOAD)}
-            group = {**own, **with_whole_control(taken)}
-            Settings.of(group)
-            groups.append(group)
-        # What torch refuses next (another number of groups or parameters) must reach it unchanged.
-        groups += state_dict["param_groups"][len(groups) :]
-        if any(saved.get("amsgrad") for saved in state_dict["param_groups"]):
-            loaded.notes.append("the loaded state is of AMSGrad; PACE continues without its running maximum")
+        states, notes = checkpoint.read(self, self._keeper, state_dict, ("step", "exp_avg", "exp_avg_sq"))
+        groups = checkpoint.merged_groups(self.param_groups, state_dict, Settings.of)
+        if any(group.get("amsgrad") for group in groups):
+            notes.append("the loaded state is of AMSGrad; PACE continues without its running maximum")
+        groups = [{k: v for k, v in group.items() if k not in _ADAMW_ONLY} for group in groups]
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
-        checkpoint.put_in(loaded, self._keeper)
+        checkpoint.put_in(states, self._keeper)
         self._facts = None
-        for note in loaded.notes:
+        for note in notes:
             warnings.warn(note, stacklevel=2)
 
 
@@ -293,7 +277,7 @@ class _Plan(NamedTuple):
 
 
 _PLAIN = {Tensor, nn.Parameter}
-_settings_of_plan = itemgetter("eps", "weight_decay", "maximize", *_KEPT_ON_LOAD, *flat(Control.paper()))
+_settings_of_plan = itemgetter("control", "eps", "weight_decay", "maximize", *checkpoint.KEPT_ON_LOAD)
 
 
 def facts(groups: list[dict[str, Any]], memory: Mapping[Tensor, State]) -> list[object]:

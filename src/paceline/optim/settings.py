@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from numbers import Real
 from typing import Any, Literal, final, get_args
 
@@ -37,7 +36,8 @@ def _one_of(*choices: object) -> Allowed:
     return lambda value: value in choices, ", ".join(map(repr, choices))
 
 
-def _or_none(allowed: Allowed) -> Allowed:
+def or_none(allowed: Allowed) -> Allowed:
+    """Return what is allowed, and None with it."""
     return lambda value: value is None or allowed[0](value), f"None, or {allowed[1]}"
 
 
@@ -53,6 +53,7 @@ def _is_betas(value: Any) -> bool:
 # Up to 1e308, not below inf: an int may be larger than any float.
 NOT_NEGATIVE: Allowed = (lambda v: is_number(v) and 0 <= v <= 1e308, ">= 0 and finite")
 COUNT: Allowed = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "an integer >= 1")
+FROM_0: Allowed = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "an integer >= 0")
 SHARE: Allowed = (lambda v: is_number(v) and 0 <= v <= 1, "between 0 and 1")
 
 ALLOWED: dict[str, Allowed] = {
@@ -64,15 +65,16 @@ ALLOWED: dict[str, Allowed] = {
     "foreach": _one_of(None, True, False),
     "fused": _one_of(None, True, False),
     "average_dtype": _one_of(*get_args(AverageDtype)),
+    "control": (lambda v: isinstance(v, Control), "a Control, such as Control.push()"),
     "sizing": _one_of(*get_args(Sizing)),
     "gap": _one_of(*get_args(Gap)),
     "order": _one_of(*get_args(Order)),
     "power": SHARE,
-    "return_power": _or_none(SHARE),
+    "return_power": or_none(SHARE),
     "step": (lambda v: is_number(v) and 0 < v <= 1e308, "> 0 and finite"),
-    "grow": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "an integer >= 0"),
+    "grow": FROM_0,
     "every": COUNT,
-    "pull_every": _or_none(COUNT),
+    "pull_every": or_none(COUNT),
     "slope": NOT_NEGATIVE,
     "delay": NOT_NEGATIVE,
     "least_rate": SHARE,
@@ -225,40 +227,7 @@ class Control:
 _FIELDS = tuple(field.name for field in fields(Control))
 
 
-# --- In param_groups ----------------------------------------------------------------------------------
-
-PREFIX = "control_"
-
-
-def flat(control: Control) -> dict[str, Any]:
-    """Return a control as plain values for `param_groups`, which weights-only loading takes."""
-    if not isinstance(control, Control):
-        raise TypeError(f"control is {control!r}; allowed: a Control, such as Control.push()")
-    return {PREFIX + name: getattr(control, name) for name in _FIELDS}
-
-
-def flatten_control_(group: dict[str, Any]) -> None:
-    """Replace a "control" that a user has put into a group by its plain values."""
-    if "control" in group:
-        group.update(flat(group.pop("control")))
-
-
-def with_whole_control(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved group that has all fields of its control, if it has one.
-
-    What it lacks must not come from the control of the group that it is loaded into.
-    """
-    return {**flat(Control.paper()), **group} if PREFIX + "strength" in group else group
-
-
-def control_of(group: Mapping[str, Any]) -> Control:
-    """Return the control of a parameter group, checked."""
-    return _control(*(group[PREFIX + name] for name in _FIELDS))
-
-
-@lru_cache(typed=True)  # a step asks for it at every parameter
-def _control(*values: Any) -> Control:
-    return Control(**dict(zip(_FIELDS, values, strict=True)))
+# --- Of a parameter group -----------------------------------------------------------------------------
 
 
 @final
@@ -278,5 +247,4 @@ class Settings:
     def of(group: Mapping[str, Any]) -> "Settings":
         """Return the settings of a parameter group, checked."""
         check(group)
-        adamw = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
-        return Settings(control=control_of(group), **adamw)
+        return Settings(**{field.name: group[field.name] for field in fields(Settings)})

@@ -60,10 +60,15 @@ def least_float32(live: Tensor) -> torch.dtype:
     return torch.promote_types(live.dtype, torch.float32)
 
 
+def average_entry(live: Tensor) -> Entry:
+    """Return the entry of an average that is kept whole."""
+    return Entry(least_float32(live), begins_as_live=True)
+
+
 def entries_of_average(name: str, live: Tensor, storage: AverageDtype) -> dict[str, Entry]:
     """Return the entries in which an average of this name is kept."""
     if storage == "float32":
-        return {name: Entry(least_float32(live), begins_as_live=True)}
+        return {name: average_entry(live)}
     entries = {f"{name}_residual": Entry(RESIDUALS[storage].dtype)}
     if RESIDUALS[storage].has_scale:
         entries[f"{name}_scale"] = Entry(torch.float32, (scale_count(local(live).numel()),))

@@ -10,16 +10,16 @@ from torch import Tensor
 from paceline.optim.averages import Average
 from paceline.optim.foreach import move_averages_
 from paceline.optim.rule import step_scalars
-from paceline.optim.settings import AverageDtype, Control, Settings, check, control_of, flat, flatten_control_
+from paceline.optim.settings import AverageDtype, Control, Settings, check
 from paceline.optim.sharding import local
 from paceline.optim.state import (
     STEP,
     Entry,
     State,
+    average_entry,
     average_of,
     entries_of_average,
     keep_average_,
-    least_float32,
 )
 from paceline.optim.weights import AverageRule
 
@@ -73,11 +73,6 @@ class Rule(AverageRule):
         """Finish step t of parameters of one group, device and dtype, which the base has moved."""
 
 
-def average_entry(live: Tensor) -> Entry:
-    """Return the entry of an average in full precision."""
-    return Entry(least_float32(live), begins_as_live=True)
-
-
 @final
 class Steering(Rule):
     """Averages beside a base, and the control that steers it, if there is one."""
@@ -85,15 +80,14 @@ class Steering(Rule):
     def __init__(
         self, control: Control | None, further: Mapping[str, Average], average_dtype: AverageDtype
     ) -> None:
-        self.settings = {**({} if control is None else flat(control)), "average_dtype": average_dtype}
+        self.settings = {"control": control, "average_dtype": average_dtype}
         own = () if control is None else ("average",)
         self.kept = (*own, *(f"{name}_{part}" for name, average in further.items() for part in average.parts))
         self.further = dict(further)
 
     def check(self, group: dict[str, Any]) -> None:
-        flatten_control_(group)
-        check({"average_dtype": group["average_dtype"]})
-        control = _control_in(group)
+        control = group["control"]
+        check({"average_dtype": group["average_dtype"], **({} if control is None else {"control": control})})
         if control is not None and control.strength != 0 and control.sizing == "paper":
             raise ValueError(
                 "Control.paper() is sized by the second moments of AdamW: use PACE, or Control.push() and "
@@ -101,11 +95,11 @@ class Steering(Rule):
             )
 
     def names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        control = _control_in(group)
+        control: Control | None = group["control"]
         return (*(() if control is None else control.averages[::-1]), *self.further)
 
     def entries(self, live: Tensor, group: dict[str, Any]) -> dict[str, Entry]:
-        control, entries = _control_in(group), {"step": STEP}
+        control, entries = group["control"], {"step": STEP}
         for name in () if control is None else control.averages:
             entries |= entries_of_average(name, live, group["average_dtype"])
         for name, average in self.further.items():
@@ -121,11 +115,10 @@ class Steering(Rule):
         return average.returned(parts, live) if has_begun else None
 
     def factor(self, group: dict[str, Any]) -> float:
-        control = _control_in(group)
-        return 1.0 if control is None else control.step
+        return 1.0 if group["control"] is None else float(group["control"].step)
 
     def before_(self, work: Work) -> None:
-        control, live = _control_in(work.group), work.live.detach()
+        control, live = work.group["control"], work.live.detach()
         if control is not None:
             work.averages = [local(average_of(work.state, name, live)) for name in control.averages]
             if control.strength != 0 and control.gap == "before":
@@ -133,17 +126,12 @@ class Steering(Rule):
 
     def after_(self, works: list[Work], t: int) -> None:
         lives = [local(work.live.detach()) for work in works]
-        control = _control_in(works[0].group)
+        control = works[0].group["control"]
         if control is not None:
             _steer_(works, lives, control, t)
         for name, average in self.further.items():
             parts = {part: [local(work.state[f"{name}_{part}"]) for work in works] for part in average.parts}
             average.move_(parts, lives, t)
-
-
-def _control_in(group: dict[str, Any]) -> Control | None:
-    """Return the control of a group; None if it keeps only the averages that were given."""
-    return control_of(group) if "control_strength" in group else None
 
 
 def _steer_(works: list[Work], lives: list[Tensor], control: Control, t: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.optim.rule import gain_, step_scalars
-from paceline.optim.settings import Settings, control_of
+from paceline.optim.settings import Settings
 from paceline.optim.sharding import local
 from paceline.optim.state import State, average_of, least_float32, name_of, storage_of
 from paceline.optim.weights import keeper_of
@@ -89,7 +89,7 @@ def _find(optimizer: Optimizer) -> Iterator[_Found]:
         names.add(name)
         if not local(parameter.detach()).numel() or state["step"].item() == 0:
             continue
-        if "control_strength" not in group:
+        if group.get("control") is None:
             raise TypeError(
                 f"{type(optimizer).__name__} has no control to report; {name_of(group, number, i)}"
             )
@@ -98,7 +98,7 @@ def _find(optimizer: Optimizer) -> Iterator[_Found]:
 
 def _figures_of(name: str, group: dict[str, Any], live: Tensor, state: State) -> _Found:
     """Return the numbers of one tensor."""
-    control, t, lr = control_of(group), int(state["step"].item()), float(group.get("lr", 1.0))
+    control, t, lr = group["control"], int(state["step"].item()), float(group.get("lr", 1.0))
     # Right after reset_average, or a load of AdamW's state, the average is live.
     average = live if storage_of(state, "average") is None else average_of(state, "average", live)
     gap = local(average) - local(live).to(least_float32(live))

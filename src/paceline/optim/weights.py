@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.optim.settings import control_of
+from paceline.optim.settings import Control
 from paceline.optim.sharding import is_sharded, local, same_values
 from paceline.optim.state import State, average_of, named_parameters, storage_of
 
@@ -33,42 +33,45 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 # --- One parameter --------------------------------------------------------------------------------------
 
-
-def show_(parameter: Tensor, state: State, average: Tensor | None, *, in_place: bool) -> None:
-    """Put an average into a parameter and keep its live weights as state["live"]. None: it shows live.
-
-    Whatever interrupts it, `hide_` restores everything. No tensor that a state dict may hold is written to.
-    """
-    state["live"] = parameter.detach().clone()
-    if average is None:
-        return
-    parameter.copy_(average)
-    for key, kept in state.items():
-        if kept is average and _is_same_kind(kept, parameter) and not in_place:
-            state[key] = parameter.detach()  # the average is the parameter now; its own memory is free again
-
-
-def hide_(parameter: Tensor, state: State) -> None:
-    """Undo `show_`, bit for bit, also after an interrupt or if the parameter was cast or moved in between."""
-    for key, value in state.items():
-        if key != "live" and _is_alias(value, parameter):
-            state[key] = value.clone()
-    parameter.copy_(state["live"])
-    del state["live"]  # only now: whatever interrupts the copy, live is still there
-
-
-def _is_same_kind(kept: Tensor, parameter: Tensor) -> bool:
-    return (kept.shape, kept.dtype, kept.device) == (parameter.shape, parameter.dtype, parameter.device)
-
-
-def _is_alias(value: Tensor, parameter: Tensor) -> bool:
-    ours, theirs = local(value), local(parameter.detach())
-    return ours.shape == theirs.shape and ours.numel() > 0 and ours.data_ptr() == theirs.data_ptr()
-
-
 _Sum = tuple[torch.dtype, Tensor]
 """The dtype of a parameter, and a sum of its bits, wherever they lie."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def show_(parameter: Tensor, state: State, average: Tensor | None, *, in_place: bool) -> _Sum | None:
+    """Put an average into a parameter, and keep its live weights as state["live"]. None: it shows live.
+
+    Whatever interrupts it, `hide_` restores everything. No tensor that a state dict may hold is written to.
+    What is returned tells `hide_` whether the parameter was changed.
+    """
+    state["live"] = parameter.detach().clone()
+    if average is not None:
+        parameter.copy_(average)
+    kind = (parameter.shape, parameter.dtype, parameter.device)
+    for key, kept in state.items():
+        if kept is average and (kept.shape, kept.dtype, kept.device) == kind and not in_place:
+            state[key] = parameter.detach()  # the average is the parameter now; its own memory is free again
+    return _sum_of_bits(parameter)
+
+
+def hide_(parameter: Tensor, state: State, shown: _Sum | None) -> bool:
+    """Undo `show_`, bit for bit, and return whether the parameter was changed since.
+
+    It may have been cast or moved, and `show_` or another `hide_` may have been interrupted.
+    """
+    was_changed = _was_changed(parameter, shown)
+    state.update(settled(state, parameter))
+    parameter.copy_(state["live"])
+    del state["live"]  # only now: whatever interrupts the copy, live is still there
+    return was_changed
+
+
+def settled(state: State, parameter: Tensor) -> State:
+    """Return a state whose averages do not share memory with a parameter that shows one of them."""
+    held = local(parameter.detach())
+    if "live" not in state or not held.numel():
+        return dict(state)
+    return {k: v.clone() if local(v).data_ptr() == held.data_ptr() else v for k, v in state.items()}
 
 
 def _sum_of_bits(parameter: Tensor) -> _Sum | None:
@@ -96,14 +99,15 @@ def _was_changed(parameter: Tensor, before: _Sum | None) -> bool:
 
 
 class AverageRule:
-    """Which averages are kept of each parameter: those of a `Control`."""
+    """Which averages are kept of each parameter: those of the control in its group."""
 
     kept: tuple[str, ...] = ("average",)
     """What the names of entries begin with that are averages, or begin as one."""
 
     def names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the averages of a group; the first is returned."""
-        return control_of(group).averages[::-1]
+        control: Control = group["control"]
+        return control.averages[::-1]
 
     def value(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor | None:
         """Return an average next to these live weights; None if it has not begun, and is live."""
@@ -132,9 +136,7 @@ class Keeper:
         """Whether a captured graph goes by the addresses of averages, which must not move then."""
         self.loaded_live: dict[Tensor, Tensor] = {}
         """Live weights that came with a loaded state, until the first step after it."""
-        self.loaded_name = "live"
         self._sums: dict[int, _Sum | None] = {}  # of the parameters, as they were shown
-        self._copies: list[Any] = []  # modules that may hold copies of what is shown
         self.asked: tuple[str | None, nn.Module | None] = (None, None)
         """The name and the model that the present averages were asked for with."""
         _KEEPERS[optimizer] = self
@@ -205,7 +207,6 @@ class Keeper:
             self.hide(model)  # an interrupted `hide` has put some live weights back
         self._refuse_others()
         self.asked = (name, model)
-        self._copies = _gathering_modules(model)
         self.drop_copies()  # of live; nothing computes with the weights until all are shown
         _check_sharded(model, self.remembered())  # now: a model that is gathered has other parameters
         try:
@@ -214,8 +215,7 @@ class Keeper:
             for group, parameter, state in self.remembered():
                 average = self.rule.value(group[HOLD], parameter, state, parameter.detach())
                 # Also where it is live: a saved state then has the same entries for all.
-                show_(parameter, state, average, in_place=self.keeps_addresses)
-                self._sums[id(parameter)] = _sum_of_bits(parameter)
+                self._sums[id(parameter)] = show_(parameter, state, average, in_place=self.keeps_addresses)
         except BaseException:
             self.hide(model)
             raise
@@ -231,11 +231,10 @@ class Keeper:
         changed = 0
         for parameter, state in self.memory.items():  # also those that were taken out of their group
             if "live" in state:
-                changed += _was_changed(parameter, self._sums.pop(id(parameter), None))
-                hide_(parameter, state)
+                changed += hide_(parameter, state, self._sums.pop(id(parameter), None))
         for group in self.groups:
             group[HOLD] = "live"
-        self._copies, self.asked = [], (None, None)
+        self.asked = (None, None)
         if changed:
             warnings.warn(
                 f"{changed} parameter(s) were changed while they held the average, as by load_state_dict, "
@@ -251,7 +250,7 @@ class Keeper:
         An interrupt here is followed by another `hide`.
         """
         torch.clear_autocast_cache()
-        for module in [*self._copies, *_gathering_modules(model)]:
+        for module in [*_gathering_modules(self.asked[1]), *_gathering_modules(model)]:
             module.reshard()
 
     def _refuse_others(self) -> None:
@@ -282,28 +281,26 @@ class Keeper:
         A checkpoint made while the average was shown has the average in the model and live in the optimizer.
         If the model is loaded last, the parameters hold the average, and that is noted here.
         """
-        loaded, stale = self.loaded_live, False
+        found = None
         alike: list[tuple[State, Tensor]] = []
         for group, parameter, state in self.remembered():
-            live, held = loaded.get(parameter), parameter.detach()
+            live, held = self.loaded_live.get(parameter), parameter.detach()
             if live is None or "live" in state:
                 continue
             if same_values(held, live.to(parameter)):
                 alike.append((state, live))
                 continue
-            names = self.rule.names(group)
-            for name in {names[0], *({self.loaded_name} & {*names})}:
+            for name in self.rule.names(group):
                 average = self.rule.value(name, parameter, state, live)
                 # The model's checkpoint was in the precision of its live weights.
                 if average is not None and same_values(held, average.to(live.dtype).to(parameter)):
-                    state["live"] = live
-                    stale = True
-        if stale:
+                    state["live"], found = live, name
+        if found is not None:
             for state, live in alike:  # where average and live are equal: a state that is saved now has all
                 state["live"] = live
             for group in self.groups:
-                group[HOLD] = self.loaded_name
-        return stale
+                group[HOLD] = found
+        return found is not None
 
 
 _KEEPERS: "WeakKeyDictionary[Optimizer, Keeper]" = WeakKeyDictionary()

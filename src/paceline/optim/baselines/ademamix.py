@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.optim.checkpoint import is_dummy_step
-from paceline.optim.foreach import chunks, number
-from paceline.optim.settings import ALLOWED, COUNT, NOT_NEGATIVE, Allowed, check, is_number
+from paceline.optim.foreach import chunks, number, take_gradients_
+from paceline.optim.settings import ALLOWED, COUNT, NOT_NEGATIVE, Allowed, check, is_number, or_none
 from paceline.optim.sharding import local
-from paceline.optim.state import STEP, Entry, follow_, name_of
+from paceline.optim.state import STEP, Entry, follow_, named_parameters
 
-_WARMUP: Allowed = (lambda v: v is None or COUNT[0](v), f"None, or {COUNT[1]}")
 _ALLOWED: dict[str, Allowed] = {
     **{name: ALLOWED[name] for name in ("lr", "eps", "weight_decay", "maximize")},
     "betas": (
@@ -22,8 +21,8 @@ _ALLOWED: dict[str, Allowed] = {
         "three numbers, each >= 0 and < 1",
     ),
     "alpha": NOT_NEGATIVE,
-    "alpha_warmup": _WARMUP,
-    "beta3_warmup": _WARMUP,
+    "alpha_warmup": or_none(COUNT),
+    "beta3_warmup": or_none(COUNT),
 }
 _MOMENTS = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
 
@@ -93,9 +92,9 @@ class AdEMAMix(Optimizer):
         beta3_warmup: int | None = None,
         maximize: bool = False,
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"alpha": alpha, "alpha_warmup": alpha_warmup, "beta3_warmup": beta3_warmup}
-        defaults["maximize"] = maximize
+        adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        own = {"alpha": alpha, "alpha_warmup": alpha_warmup, "beta3_warmup": beta3_warmup}
+        defaults: dict[str, Any] = {**adamw, **own}
         check(defaults, _ALLOWED)
         super().__init__(params, defaults)
 
@@ -116,28 +115,23 @@ class AdEMAMix(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         is_dummy = not self.state and is_dummy_step(self.param_groups)
-        work: list[tuple[Tensor, dict[str, Any], object]] = []
-        for i, group in enumerate(self.param_groups):
-            for j, live in enumerate(group["params"]):
-                if live.grad is not None:  # refused before any weight moves
-                    t = self._prepare(live, name_of(group, i, j))
-                    work.append((live, group, (i, t)))
-        for chunk in () if is_dummy else chunks(work, key=lambda each: (each[0], each[2])):
+        work = [
+            (live, group, self._count_of(live, name))  # refused before any weight moves
+            for number, group in enumerate(self.param_groups)
+            for name, live in named_parameters(group, number)
+            if live.grad is not None
+        ]
+        for chunk in () if is_dummy else chunks(work, lambda each: (each[0], (id(each[1]), each[2]))):
             self._step_chunk([live for live, _, _ in chunk], chunk[0][1])
         return loss
 
-    def _prepare(self, live: Tensor, name: str) -> float:
-        """Make a state or let it follow a cast or move, and return its count of steps."""
-        assert live.grad is not None
-        if live.grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{name} has a gradient of layout {live.grad.layout}; make it dense (for nn.Embedding: "
-                "sparse=False)"
-            )
-        state = self.state[live]
+    def _count_of(self, live: Tensor, name: str) -> float:
+        """Return how many steps a parameter has taken; its state is made, or follows a cast or move."""
+        if live.grad is not None and live.grad.layout != torch.strided:
+            raise RuntimeError(f"{name} has a gradient of layout {live.grad.layout}; make it dense")
         entries = {"step": STEP, **dict.fromkeys(_MOMENTS, Entry(live.dtype))}
-        follow_(live, state, entries, "float32", name)
-        return float(state["step"])
+        follow_(live, self.state[live], entries, "float32", name)
+        return float(self.state[live]["step"])
 
     def _step_chunk(self, lives: list[Tensor], group: dict[str, Any]) -> None:
         """Take one step of parameters of one kind and count of steps.
@@ -156,16 +150,10 @@ class AdEMAMix(Optimizer):
             grads = list(torch._foreach_neg(grads))
 
         torch._foreach_mul_(lives, number(1 - lr * group["weight_decay"], lives))
-        torch._foreach_lerp_(fast, grads, 1 - beta1)
         torch._foreach_lerp_(slow, grads, 1 - beta3_at(t, beta1, beta3, group["beta3_warmup"]))
-        torch._foreach_mul_(squares, number(beta2, lives))
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        roots = torch._foreach_sqrt(squares)
-        # A list of floats: by one float a GPU would multiply by its inverse.
-        torch._foreach_div_(roots, [(1 - beta2**t) ** 0.5] * len(roots))
-        torch._foreach_add_(roots, group["eps"])
+        denominators = take_gradients_(grads, fast, squares, (beta1, beta2), t, group["eps"])
         # Only the fast momentum is corrected for its start at 0, by the size of the step.
         correction = 1 - beta1**t
         share = alpha_at(t, group["alpha"], group["alpha_warmup"]) * correction
         mixed = torch._foreach_add(fast, slow, alpha=share)
-        torch._foreach_addcdiv_(lives, mixed, roots, -lr / correction)
+        torch._foreach_addcdiv_(lives, mixed, denominators, -lr / correction)

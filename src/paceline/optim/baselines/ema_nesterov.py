@@ -5,10 +5,10 @@ from typing import Any, final
 from torch import Tensor
 
 from paceline.optim.attach import Attachment, Base
-from paceline.optim.settings import NOT_NEGATIVE, check, is_number
+from paceline.optim.settings import FROM_0, NOT_NEGATIVE, check, is_number
 from paceline.optim.sharding import local
-from paceline.optim.state import STEP, Entry, least_float32
-from paceline.optim.steering import Rule, Work, average_entry
+from paceline.optim.state import STEP, Entry, average_entry, least_float32
+from paceline.optim.steering import Rule, Work
 
 
 def ema_nesterov(
@@ -41,7 +41,7 @@ class _EMANesterov(Rule):
         check(group, {
             "push": NOT_NEGATIVE,
             "decay": (lambda v: is_number(v) and 0 < v < 1, "0 < decay < 1"),
-            "start": (lambda v: isinstance(v, int) and v >= 0, "an integer >= 0"),
+            "start": FROM_0,
             "stop": (lambda v: v is None or (isinstance(v, int) and v >= group["start"]),
                      "None, or an integer >= start"),
         })  # fmt: skip
@@ -50,17 +50,12 @@ class _EMANesterov(Rule):
         trend = Entry(least_float32(live))  # m; the average is x
         return {"step": STEP, "average": average_entry(live), "trend": trend}
 
-    def before_(self, work: Work) -> None:
-        """Note the largest learning rate."""
-        group = work.group
-        group["largest_lr"] = max(group["largest_lr"], float(group.get("lr", 1.0)))
-
     def after_(self, works: list[Work], t: int) -> None:
         """Take the base's step in, and push live along the trend."""
-        group = works[0].group
-        stop, largest = group["stop"], group["largest_lr"]
+        group, stop, lr = works[0].group, works[0].group["stop"], float(works[0].group.get("lr", 1.0))
+        largest = group["largest_lr"] = max(group["largest_lr"], lr)
         is_on = group["start"] < t and (stop is None or t <= stop) and largest > 0
-        push = group["push"] * float(group.get("lr", 1.0)) / largest if is_on else 0.0
+        push = group["push"] * lr / largest if is_on else 0.0
         for work in works:
             tensors = (work.live.detach(), work.state["average"], work.state["trend"])
             live, x, trend = (local(tensor) for tensor in tensors)

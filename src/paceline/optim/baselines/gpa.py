@@ -9,8 +9,8 @@ from paceline.optim.attach import Attachment, Base
 from paceline.optim.rule import move_average_
 from paceline.optim.settings import SHARE, check, is_number
 from paceline.optim.sharding import local
-from paceline.optim.state import STEP, Entry
-from paceline.optim.steering import Rule, Work, average_entry
+from paceline.optim.state import STEP, Entry, average_entry
+from paceline.optim.steering import Rule, Work
 
 
 def gpa(base: Base, *, mu_x: float = 0.9967, mu_y: float = 0.7) -> Base:
