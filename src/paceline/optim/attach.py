@@ -67,16 +67,7 @@ def attach(
             "paceline.optim.baselines.schedule_free to evaluate it"
         )
     averages = averages or {}
-    for name, average in averages.items():
-        if not name.isidentifier() or name in ("live", "average", "returned", "step"):
-            raise ValueError(
-                f"Invalid name of an average: {name!r}; allowed: an identifier other than live, average, "
-                "returned and step"
-            )
-        if not isinstance(average, Average):
-            raise TypeError(
-                f"the average {name!r} is {average!r}; use PowerLaw, HalfLife, BEMA or another of averages.py"
-            )
+    _check_averages(averages)
     if control is None and not averages:
         control = Control.none()
     if control is None and average_dtype != "float32":
@@ -361,6 +352,20 @@ def _without_ours(entries: Any) -> Any:
     if not isinstance(entries, dict):
         return entries
     return {name: value for name, value in entries.items() if not str(name).startswith(PREFIX)}
+
+
+def _check_averages(averages: Mapping[str, Average]) -> None:
+    """Raise for a name or an average that cannot be kept."""
+    for name, average in averages.items():
+        if not name.isidentifier() or name in ("live", "average", "returned", "step"):
+            raise ValueError(
+                f"Invalid name of an average: {name!r}; allowed: an identifier other than live, average, "
+                "returned and step"
+            )
+        if not isinstance(average, Average):
+            raise TypeError(
+                f"the average {name!r} is {average!r}; use PowerLaw, HalfLife, BEMA or another of averages.py"
+            )
 
 
 def _check_base(optimizer: Optimizer) -> None:

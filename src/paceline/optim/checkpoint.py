@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.optim.settings import Control
+from paceline.optim.settings import Control, check
 from paceline.optim.sharding import any_nonzero, sharded_like, whole
 from paceline.optim.state import State, name_of
 from paceline.optim.storage import RESIDUALS, scale_count
@@ -30,6 +30,8 @@ def pairs(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[in
 
 def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups of a state dict with controls as plain values, which weights-only loading takes."""
+    for group in groups:
+        check({name: group[name] for name in ("control",) if group.get(name) is not None})
     return [
         {**group, "control": asdict(group["control"])} if group.get("control") is not None else group
         for group in groups
