@@ -69,6 +69,7 @@ class Workers:
             (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         end = {"kind": "end", "time": 1.0, "step": last, "outcome": outcome}
         (folder / "timing.jsonl").write_text(json.dumps(end) + "\n")
+        (folder / "records.jsonl").write_text("{}\n")
 
 
 def done(workers, names=tuple(RUNS), later=(), **more):

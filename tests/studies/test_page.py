@@ -11,7 +11,7 @@ from itertools import combinations
 import pytest
 
 from paceline.studies import looks, page, panels
-from paceline.studies.comparison import page_of
+from paceline.studies.comparison import Found, page_of
 from paceline.studies.lines import Finished
 from paceline.studies.looks import COLOURS, look, y_range
 from paceline.studies.plots import Line, Plot, Sheet, draw
@@ -208,7 +208,7 @@ def rows_of(made, key):
 
 
 def test_tables_count_what_diverged_and_each_average_for_its_method():
-    made = page_of(RUNS[:-1], {}, len(RUNS))
+    made = page_of(Found(runs=RUNS[:-1], waiting=1))
     assert rows_of(made, "results")["AdamW"] == ("3.3000 ± 0.0289", "0.002", "3.4000 ± 0.0289", *_SHOWN)
     assert {name: row[-1] for name, row in rows_of(made, "cost").items()} == {
         "AdamW": "8", "AdamW · EMA": "12", "PACE": "8"
@@ -221,7 +221,7 @@ _SHOWN = ("3.3000 ± 0.0289", "diverged")
 
 def test_what_has_not_ended_has_not_diverged():
     runs = [finished("adamw", 1e-3, 1, 3.0), finished("pace", 1e-3, 1, 3.0, outcome="unfinished", ended=None)]
-    made = page_of(runs, {"sgd": "its package is missing"}, 2)
+    made = page_of(Found(runs=runs, missing={"sgd": "its package is missing"}))
     assert rows_of(made, "results")["PACE"][0] == "–"
     assert "sgd was not run: its package is missing" in made.warnings
     assert any("has not come to its end" in text for text in made.warnings)
@@ -231,17 +231,19 @@ def test_a_method_of_which_one_seed_came_to_its_end_has_not_just_diverged():
     runs = [
         finished("pace", 1e-3, seed, 3.0, outcome=how) for seed, how in ((1, "finished"), (2, "diverged"))
     ]
-    assert rows_of(page_of(runs, {}, 2), "results")["PACE"][:2] == ("some diverged", "")
+    assert rows_of(page_of(Found(runs=runs)), "results")["PACE"][:2] == ("some diverged", "")
 
 
 def test_other_batches_and_runs_that_are_there_twice_are_named():
     other = finished("pace", 1e-3, 1, 3.0, batches="others")
     twice = replace(finished("adamw", 1e-3, 1, 3.0), name="again")
-    warnings = " ".join(page_of([finished("adamw", 1e-3, 1, 3.0), other, twice], {}, 3).warnings)
+    warnings = " ".join(page_of(Found(runs=[finished("adamw", 1e-3, 1, 3.0), other, twice])).warnings)
     assert "have not all seen the same batches" in warnings and "again is adamw-0.001-1 once more" in warnings
     both = finished("adamw", 1e-3, 1, 3.0)
     alone = replace(both, name="alone", methods={both.method: both.returned})
-    assert any("alone is adamw-0.001-1 once more" in text for text in page_of([both, alone], {}, 2).warnings)
+    assert any(
+        "alone is adamw-0.001-1 once more" in text for text in page_of(Found(runs=[both, alone])).warnings
+    )
 
 
 # --- HTML -----------------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ def hostile():
         finished("adamw", lr, seed, 3.3, methods=methods, name=f"{HOSTILE}{lr}{seed}")
         for lr in (1e-3, 2e-3) for seed in (1, 2)
     ]  # fmt: skip
-    return page_of(runs, {HOSTILE: HOSTILE}, len(runs))
+    return page_of(Found(runs=runs, missing={HOSTILE: HOSTILE}))
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +313,15 @@ def test_the_page_is_text_and_charts_that_need_nothing_else(hostile, html):
 
 @pytest.mark.slow
 def test_each_part_has_its_files(tmp_path, monkeypatch):
-    made = page_of(RUNS, {"odd \udcff": "name"}, len(RUNS))
+    odd = "odd \udcff\x1b[2J\x07"
+    made = page_of(Found(runs=[*RUNS, finished("pace", 1e-3, 4, 3.2, name=odd)], missing={odd: "name"}))
     made = replace(made, charts=(replace(made.charts[0], key="a/b c"), *made.charts[1:3]))
-    assert page.write(made, tmp_path).read_bytes().count(b"PACE") > 10
+    written = page.write(made, tmp_path).read_bytes()
+    assert written.count(b"PACE") > 10 and rb"odd \udcff\x1b[2J\x07 was not run" in written
+    assert rb"odd \udcff\x1b[2J\x07,finished" in (tmp_path / "runs.csv").read_bytes()
+    assert not any(
+        set(path.read_bytes()) & {7, 27} for path in (*tmp_path.glob("*.csv"), tmp_path / "report.html")
+    )
     assert {path.stem for path in tmp_path.glob("*.png")} == {"a-b-c", "regret", "tuning"}
     with (tmp_path / "a-b-c.csv").open(newline="") as file:
         rows = list(csv.reader(file))

@@ -243,7 +243,7 @@ def test_runs_that_diverge_are_ended_and_recorded(room, tmp_path, capsys):
         ("--grid batch_sise 1 2", "unknown setting 'batch_sise' (did you mean batch_size?)"),
         ("--grid warmup 1 --grid warmup 2", "--grid warmup is there twice"),
         ("--lr 1 2 --grid lr 1 2", "lr is given twice"),
-        ("--lr 1 x", "lr is 'x'; allowed: a number"),
+        ("--lr 1,2", "--lr: '1,2'; allowed: numbers with spaces between them"),
         ("--method adam", "method 'adam' is unknown (did you mean adamw?)"),
         ("--seed 1 -2", "seed is -2; allowed: 0 or more"),
         ("--seed 1 two", "seed is 'two'; allowed: a whole number"),

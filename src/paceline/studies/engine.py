@@ -32,6 +32,7 @@ from paceline.runs.run import (
     is_finished,
 )
 from paceline.studies import pool
+from paceline.studies.lines import has_records
 from paceline.studies.pool import Ended, Target
 from paceline.studies.runs import Named, folder_of
 
@@ -119,15 +120,23 @@ def do(
     board.clean(*(one.name for one in runs))  # killed before its checkpoints went
 
 
+def is_done(folder: Path, name: str) -> bool:
+    """Return whether a run of the study in a folder has nothing left to do, and its records are there."""
+    run = folder_of(folder, name)
+    return is_finished(run) and has_records(run)
+
+
 def train(folder: Path, margin: float | None, one: Named, send: Callable[[object], None]) -> None:
     """Do one run, or the rest of it, and send what happens: of its steps a few a second."""
+    run = folder_of(folder, one.name)
+    if is_finished(run) and not has_records(run):
+        send(Notice(text=f"{one.name} has lost its records, and is done again"))
+        (run / "timing.jsonl").unlink()
     watch = None if margin is None else Divergence(margin=margin, warmup=one.run.warmup)
     for attempt in range(100):
         try:
             spoke = 0.0
-            for event in execute(
-                one.run, folder_of(folder, one.name), lambda text: send(Notice(text=text)), watch
-            ):
+            for event in execute(one.run, run, lambda text: send(Notice(text=text)), watch):
                 if not isinstance(event, Step) or time.monotonic() - spoke > 0.25:
                     spoke = time.monotonic()
                     send(event)
@@ -150,13 +159,13 @@ class _Board:
         for one in (*runs, *later):
             if one.run.after is not None:
                 self._continued.setdefault(one.run.after[0], []).append(one)
-        self._waiting = [one for one in runs if not self._is_finished(one.name)]
+        self._waiting = [one for one in runs if not self._is_done(one.name)]
         self._at_work = set[str]()
         self._failed = dict[str, str]()
         self._news = deque[tuple[Named, Ended]]()
 
-    def _is_finished(self, name: str) -> bool:
-        return is_finished(folder_of(self._folder, name))
+    def _is_done(self, name: str) -> bool:
+        return is_done(self._folder, name)
 
     def orders(self) -> Iterator[Named | None]:
         """Yield the first run that can begin; None while those that wait need others that are at work."""
@@ -205,15 +214,15 @@ class _Board:
         self._at_work.remove(one.name)
         if ended.how == "stopped":  # by somebody else than us, who is done with asking
             self._waiting.insert(0, one)
-        elif not self._is_finished(one.name):
+        elif not self._is_done(one.name):
             self._failed[one.name] = ended.text
         self.clean(one.name, *([one.run.after[0]] if one.run.after is not None else []))
 
     def clean(self, *names: str) -> None:
         """Drop checkpoints that no run of the study needs any more."""
         for name in names:
-            if not self._keep_models and name in self._names and self._is_finished(name):
-                others = [one for one in self._continued.get(name, []) if not self._is_finished(one.name)]
+            if not self._keep_models and name in self._names and self._is_done(name):
+                others = [one for one in self._continued.get(name, []) if not self._is_done(one.name)]
                 drop_checkpoints(
                     folder_of(self._folder, name), {one.run.after[1] for one in others if one.run.after}
                 )

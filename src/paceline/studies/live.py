@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from paceline.lm.loop import Evaluation, Step
 from paceline.runs.display import Pace
-from paceline.runs.run import Notice, Started, is_finished
+from paceline.runs.run import Notice, Started
 from paceline.runs.terminal import printable
-from paceline.studies.engine import Message
+from paceline.studies.engine import Message, is_done
 from paceline.studies.pool import Ended
-from paceline.studies.runs import Named, folder_of
+from paceline.studies.runs import Named
 from paceline.studies.runs import text as text_of
 
 
@@ -22,7 +22,7 @@ class Row:
 
     def __init__(self, one: Named, folder: Path, label: Sequence[str]) -> None:
         self.label, self.pace = label, Pace()
-        self.state = "done" if is_finished(folder_of(folder, one.name)) else "waiting"
+        self.state = "done" if is_done(folder, one.name) else "waiting"
         self.step, self.steps = 0, one.run.steps or 0
         self.losses: dict[str, float] = {}
 

@@ -5,13 +5,13 @@ All text and all charts are in it, so it can be read without scripts. Names come
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import final
+from typing import TypeVar, final
 from urllib.parse import quote
 
 from paceline.lm.files import write_atomically
@@ -20,6 +20,8 @@ from paceline.studies.panels import Chart
 from paceline.studies.plots import Sheet, draw
 from paceline.studies.svg import css, svg
 from paceline.studies.text import Listing
+
+T = TypeVar("T")
 
 
 @final
@@ -51,7 +53,7 @@ def write(page: Page, folder: Path) -> Path:
         write_atomically(folder / f"{_file(chart)}.csv", _encoded(_numbers(chart).csv()))
     target = folder / "report.html"
     write_atomically(target, _encoded(html(page)))
-    for chart in page.charts:
+    for chart in tracked(page.charts, "drawing pictures"):
         title = chart.plot.title if chart.lr is None else f"{chart.plot.title}, lr {chart.lr:g}"
         # The endings are appended by hand: a rate in the name has a dot.
         draw(
@@ -79,8 +81,22 @@ def _numbers(chart: Chart) -> Listing:
 
 
 def _encoded(text: str) -> bytes:
-    # A file name may hold bytes that are no text. They would keep it from being written.
-    return text.encode("utf-8", "backslashreplace")
+    # Names may hold what a terminal obeys, or halves of characters, which cannot be written.
+    return re.sub(r"[^\n -~]", _escaped, text).encode()
+
+
+def _escaped(found: "re.Match[str]") -> str:
+    sign = found[0]
+    return sign if sign.isprintable() else sign.encode("unicode_escape").decode()
+
+
+def tracked(things: Sequence[T], words: str) -> Iterable[T]:
+    """Return things one by one; on a terminal a bar says how many are left."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(things, words, console=console, transient=True, disable=not console.is_terminal)
 
 
 # --- HTML -----------------------------------------------------------------------------------------------
@@ -97,7 +113,7 @@ def html(page: Page) -> str:
         first="".join(_table(table, page.methods) for table in page.tables[:1]),
         methods=_methods(page.methods),
         choices=_choices(page),
-        charts="".join(_figure(chart) for chart in page.charts),
+        charts="".join(_figure(chart) for chart in tracked(page.charts, "drawing the page")),
         tables="".join(_table(table, page.methods) for table in page.tables[1:]),
         css=css() + _part("page.css") + _off(len(page.methods)),
         js=_part("page.js"),

@@ -191,7 +191,10 @@ def make_plan(checked: Checked, folder: Path, tell: Callable[[str], None]) -> Pl
     """Return what was planned in this folder before; or try the model for a few steps, and keep a plan."""
     request, before = checked.request, read_plan(folder)
     if before is not None and before["request"] == request.as_mapping():
-        trial = Trial(**before["trial"])
+        try:
+            trial = Trial(**before["trial"])
+        except TypeError as error:
+            raise ConfigError(f"{folder / 'plan.json'}: {error}; move it away") from None
         jobs, threads, steps = before["jobs"], before["threads"], before["steps"]
     else:
         trial, jobs, threads, steps = _measured(checked, tell)

@@ -60,8 +60,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings, seeds, grid and cells in TOML")
     for name, metavar in zip(SEVERAL, ("METHOD", "X"), strict=True):
         text = f"one or several. {config.documentation()[name]}".replace("%", "%%")
-        parser.add_argument(f"--{name}", nargs="+", default=argparse.SUPPRESS, metavar=metavar, help=text)
-    parser.add_argument("--seeds", type=_count, metavar="N", help="how many seeds of each run [1]")
+        kind = rate if name == "lr" else str
+        parser.add_argument(
+            f"--{name}", nargs="+", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text
+        )
+    parser.add_argument("--seeds", type=count, metavar="N", help="seeds per setting [1]")
     parser.add_argument(
         "--seed",
         nargs="+",
@@ -88,13 +91,13 @@ def add_engine(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs, and do none")
     parser.add_argument(
-        "--jobs", type=_count, metavar="N", help="runs in parallel [one a GPU; on CPUs one a core, up to 4]"
+        "--jobs", type=count, metavar="N", help="runs in parallel [one a GPU; on CPUs one a core, up to 4]"
     )
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="[local: this machine]")
     parser.add_argument(
         "--ray-address", metavar="HOST:PORT", help="[RAY_ADDRESS, or the cluster here, or a new one]"
     )
-    parser.add_argument("--cpus-per-run", type=_count, metavar="N", help="[all cores are shared; ray: 1]")
+    parser.add_argument("--cpus-per-run", type=count, metavar="N", help="[all cores are shared; ray: 1]")
     parser.add_argument(
         "--gpus-per-run", type=_part, metavar="X", help="ray: e.g. 0.25, four a GPU [1 if any]"
     )
@@ -108,10 +111,20 @@ def add_engine(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
     parser.add_argument("--keep-models", action="store_true", help="keep the last checkpoints of every run")
 
 
-def _count(word: str) -> int:
+def count(word: str) -> int:
+    """Return the number of things that a flag asks for."""
     if not re.fullmatch(r"[1-9][0-9]{0,8}", word):
         raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: a whole number, 1 or more")
     return int(word)
+
+
+def rate(word: str) -> float:
+    """Return a learning rate of several that stand after their flag."""
+    try:
+        return float(word)
+    except ValueError:
+        said = f"{word[:80]!r}; allowed: numbers with spaces between them, such as 1e-3 2e-3"
+        raise argparse.ArgumentTypeError(said) from None
 
 
 def _nats(word: str) -> float | None:
@@ -262,9 +275,9 @@ def _workers(options: argparse.Namespace, runs: Sequence[Run]) -> "Callable[[], 
 
 def _list(runs: Sequence[Named], folder: Path, by: Sequence[str]) -> int:
     """Show every run, with its steps and tokens."""
-    from paceline.runs.run import is_finished
+    from paceline.studies.engine import is_done
 
-    done = [is_finished(folder_of(folder, one.name)) for one in runs]
+    done = [is_done(folder, one.name) for one in runs]
     continued = ["continues"] if any(one.run.fork for one in runs) else []
     rows = tuple(
         (
