@@ -5,14 +5,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from killing import kill_at_random
-from tiny import write_chats, write_model, write_text
+from killing import kill_at_random, start
+from tiny import write_chats, write_model
 
 from paceline.cli import main
 from paceline.lm.files import locked
@@ -25,15 +24,6 @@ from paceline.studies.compare import METHODS
 SMALL = ["--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", "16", "--batch-size", "2"]
 SMALL += ["--steps", "8", "--held-out-samples", "3", "--warmup", "2", "--device", "cpu"]
 ALL = (*METHODS, *sorted(set(names.BASES) - set(METHODS)), "adamw/bema", "adamw+push", "adamw@cosine")
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("compare")
-        patch.setenv("PACELINE_CACHE", str(folder / "cache"))
-        write_text(folder / "text.txt", paragraphs=120)
-        yield folder
 
 
 def words(room, out, *more):
@@ -339,17 +329,6 @@ def three_runs(room, out):
     return line
 
 
-def start(room, out):
-    """The command, as a process with a group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli", *three_runs(room, out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def numbers_of(out):
     """All records and tables but times, and versions: there may be a commit meanwhile."""
     tables = {p.name: p.read_bytes() for p in out.glob("*.csv") if p.name not in ("cost.csv", "settings.csv")}
@@ -381,7 +360,7 @@ def wait_for(process, out, pattern):
 
 @pytest.mark.slow
 def test_killed_in_the_midst_it_resumes_to_the_same_records_and_tables(room, undisturbed, tmp_path):
-    process = start(room, tmp_path)
+    process = start(three_runs(room, tmp_path))
     wait_for(process, tmp_path, "runs/*/checkpoints/*")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -393,7 +372,7 @@ def test_killed_in_the_midst_it_resumes_to_the_same_records_and_tables(room, und
 def test_killed_at_random_moments_it_ends_in_the_same_records_and_tables(room, undisturbed, tmp_path):
     expected, whole = undisturbed
     kill_at_random(
-        lambda out: start(room, out), lambda out: check_whole(out, expected), tmp_path,
+        lambda out: start(three_runs(room, out)), lambda out: check_whole(out, expected), tmp_path,
         at_most=8, seconds=(0.3 * whole, 1.5 * whole),
     )  # fmt: skip
 
@@ -401,7 +380,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_records_and_tables(room, u
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_and_saves_all_runs(room, undisturbed, tmp_path, number):
-    process = start(room, tmp_path)
+    process = start(three_runs(room, tmp_path))
     wait_for(process, tmp_path, "runs/*/records.jsonl")
     time.sleep(0.3)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
@@ -413,7 +392,7 @@ def test_a_signal_stops_and_saves_all_runs(room, undisturbed, tmp_path, number):
 
 @pytest.mark.long
 def test_the_children_of_a_killed_parent_end(room, tmp_path):
-    process = start(room, tmp_path)
+    process = start(three_runs(room, tmp_path))
     wait_for(process, tmp_path, "runs/*/lock")
     process.kill()
     process.communicate()

@@ -285,7 +285,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
 def test_a_run_that_had_been_evaluated_before_it_resumed_is_said_to_be_finished(capsys, tmp_path):
     """Its losses were shown by an earlier command."""
     one = Named(name="x", run=Run(steps=5), tags={"lr": 1e-3})
-    lines = Lines(Rows([one], tmp_path), sys.stdout)
+    lines = Lines(Rows([one], tmp_path))
     lines.take((one, Ended(how="finished")))
     assert (
         capsys.readouterr().out

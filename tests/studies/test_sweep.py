@@ -10,7 +10,6 @@ import warnings
 
 import pytest
 from killing import kill_at_random, start
-from tiny import write_text
 
 from paceline.cli import main
 from paceline.runs.config import Run
@@ -25,15 +24,6 @@ SMALL = ["--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", "16", "--b
 SMALL += ["--steps", "40", "--evaluate-every", "10", "--held-out-samples", "3", "--warmup", "2"]
 SMALL += ["--device", "cpu", "--cpus-per-run", "1"]
 FOUR = ["--lr", "1e-3", "2e-3", "--seed", "1", "--seeds", "2"]
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("sweep")
-        patch.setenv("PACELINE_CACHE", str(folder / "cache"))
-        write_text(folder / "text.txt", paragraphs=120)
-        yield folder
 
 
 def words(room, out, *more):

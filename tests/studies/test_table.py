@@ -147,14 +147,6 @@ def test_the_best_rate_has_the_lowest_mean_of_whole_groups():
     assert ema.where(lr=2.0).best("lr") is None
 
 
-def test_a_difference_is_taken_seed_by_seed():
-    own, other = ([run(seed=s, ema=x + 0.5 * s) for s, x in enumerate(xs)] for xs in ((3, 3, 3), (2, 2.1)))
-    found = Table(tuple(own)).over(Table(tuple(other)))
-    assert (found.value, found.n) == (pytest.approx(0.95), 2)
-    assert found.error == pytest.approx(0.05)
-    assert Table(tuple(own)).over(Table(())) is None
-
-
 def test_the_error_of_a_mean_is_the_standard_error():
     mean = Mean.of([1.0, 2.0, 4.0])
     assert mean.error == pytest.approx(math.sqrt(7 / 3) / math.sqrt(3))

@@ -246,7 +246,8 @@ def _print_rivals(table: Table) -> Iterator[Printed]:
     yield what, "1.277/1.233/1.205; 1.153", f"{ends or '?'}; {pulled or '?'}" if ends or pulled else None
     hours = []
     for method in ("Schedule-Free", "PACE"):
-        seconds = [row.seconds for row in table.where(model=RIVALS[1], method=method) if row.is_ended]
+        ended = (row for row in table.where(model=RIVALS[1], method=method) if row.is_ended)
+        seconds = [row.seconds for row in ended if row.seconds is not None]
         hours += [f"{min(seconds) / 3600:.3g} h"] if seconds else []
     what = f"{title(RIVALS[1])}, wall clock of Schedule-Free and PACE (one TPU v6e in the paper)"
     yield what, "12 h and 10 h", " and ".join(hours) if len(hours) == 2 else None

@@ -107,12 +107,10 @@ def run(options: argparse.Namespace) -> int:
         failed = {}
         workers = engine.local([one.run for one in plan.runs], plan.jobs, plan.threads)
         messages = engine.do(plan.runs, options.out, workers, keep_models=kept.exists())
-        with shown(plan.runs, options.out, plan.seconds) as screen:
-            for message in messages:
-                screen.take(message)
-                match message:
-                    case (one, Ended(how="failed" | "refused", text=why)):
-                        failed[one.name] = why
+        for message in shown(messages, plan.runs, options.out):
+            match message:
+                case (one, Ended(how="failed" | "refused", text=why)):
+                    failed[one.name] = why
         found = comparison.read([options.out])
         comparison.show(found, options.out)
     failed |= found.damaged

@@ -42,7 +42,7 @@ Message = tuple[Named, Event | Ended] | None
 Workers = Callable[[Target, Iterable[Named | None]], Iterator[Any]]
 """Calls a function with each run, several in parallel, as `pool.do_all` does."""
 
-AT_ONCE = 4
+AT_ONCE = 4  # runs on CPUs, if nothing else is said
 
 
 def local(runs: Sequence[Run], jobs: int | None = None, threads: int | None = None) -> Workers:
@@ -57,9 +57,14 @@ def local(runs: Sequence[Run], jobs: int | None = None, threads: int | None = No
 
     named = any(run.device not in ("auto", "cuda") for run in runs)
     gpus = [] if named else _gpus(torch.cuda.device_count())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = count_cores()
     jobs = max(1, min(jobs or len(gpus) or min(cores, AT_ONCE), len(runs)))
     return partial(pool.do_all, jobs=jobs, threads=threads or max(1, cores // jobs), gpus=gpus)
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus(count: int) -> list[str]:

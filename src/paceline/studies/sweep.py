@@ -237,10 +237,8 @@ def perform(
             keep_models=options.keep_models,
             later=later,
         )
-        with live.shown(runs, options.out, by=by) as screen:
-            for message in events:
-                results.take(message)
-                screen.take(message)
+        for message in live.shown(events, runs, options.out, by):
+            results.take(message)
     say("")
     if show is None:
         _show(results.table(by))
