@@ -19,7 +19,6 @@ from paceline.studies.comparison import Found, page_of
 from paceline.studies.lines import Finished
 from paceline.studies.looks import COLOURS, look, y_range
 from paceline.studies.plots import Line, Plot, Sheet, draw
-from paceline.studies.svg import svg
 from paceline.studies.table import Table
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -122,13 +121,13 @@ def plot(*lines, **more):
 
 def test_an_element_has_the_values_and_no_colour_of_its_own():
     points = plot((3.25, 3.1, None), (3.2, float("inf"), 3.3), dots=True)
-    drawn = svg(points, "key")
+    drawn = page.svg(points, "key")
     ET.fromstring(drawn.replace("xlink:href", "href"))
     titles = re.findall(r'<g class="m(\d)"><title>([^<]*)</title>', drawn)
     assert ("0", "method 0, x 0: 3.2500 ± 0.0100") in titles and ("1", "method 1, x 1: diverged") in titles
     assert not any("method 0, x 2" in words for _, words in titles)
     assert not re.search("#[0-9a-f]{6}", drawn) and "var(--c1)" in drawn
-    assert drawn == svg(points, "key") != svg(points, "other")
+    assert drawn == page.svg(points, "key") != page.svg(points, "other")
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from paceline.runs import flags
 from paceline.runs.config import ConfigError
 from paceline.runs.terminal import Command, say, warn
-from paceline.studies.runs import refuse_others
-from paceline.studies.sweep import count, rate
+from paceline.studies.runs import count, rate, refuse_others
 
 if TYPE_CHECKING:
     from paceline.studies.plan import Plan

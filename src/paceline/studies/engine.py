@@ -32,7 +32,6 @@ from paceline.runs.run import (
     is_finished,
 )
 from paceline.studies import pool
-from paceline.studies.lines import has_records
 from paceline.studies.pool import Ended, Target
 from paceline.studies.runs import Named, folder_of
 
@@ -127,14 +126,14 @@ def do(
 
 def is_done(folder: Path, name: str) -> bool:
     """Return whether a run of the study in a folder has nothing left to do, and its records are there."""
-    run = folder_of(folder, name)
-    return is_finished(run) and has_records(run)
+    run, place = folder_of(folder, name), folder_of(folder, name) / "records.jsonl"
+    return place.exists() and place.stat().st_size > 0 and is_finished(run)
 
 
 def train(folder: Path, margin: float | None, one: Named, send: Callable[[object], None]) -> None:
     """Do one run, or the rest of it, and send what happens: of its steps a few a second."""
     run = folder_of(folder, one.name)
-    if is_finished(run) and not has_records(run):
+    if is_finished(run) and not is_done(folder, one.name):
         send(Notice(text=f"{one.name} has lost its records, and is done again"))
         (run / "timing.jsonl").unlink()
     watch = None if margin is None else Divergence(margin=margin, warmup=one.run.warmup)

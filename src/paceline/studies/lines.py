@@ -201,12 +201,6 @@ def files_of(run: Path) -> tuple[Path, Path]:
     return run / "records.jsonl", run / "timing.jsonl"
 
 
-def has_records(run: Path) -> bool:
-    """Return whether a run has written what it computed, and that is still there."""
-    place, _ = files_of(run)
-    return place.exists() and place.stat().st_size > 0
-
-
 def find_runs(paths: Iterable[Path]) -> list[Path]:
     """Return the folders of runs among these, and those in them and in their `runs`."""
     found: list[Path] = []

@@ -8,7 +8,9 @@
 The folder of a study has one folder a run: FOLDER/runs/NAME.
 """
 
+import argparse
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +82,25 @@ def refuse_others(runs: Iterable[Named], study: Path) -> None:
         ]:
             said = f"{folder} holds a run with other settings ({'; '.join(changed)})"
             raise ConfigError(f"{said}; move it away, or give those again, or another --out")
+
+
+# --- Flags --------------------------------------------------------------------------------------------
+
+
+def count(word: str) -> int:
+    """Return the number of things that a flag asks for."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", word):
+        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: a whole number, 1 or more")
+    return int(word)
+
+
+def rate(word: str) -> float:
+    """Return a learning rate of several that stand after their flag."""
+    try:
+        return float(word)
+    except ValueError:
+        said = f"{word[:80]!r}; allowed: numbers with spaces between them, such as 1e-3 2e-3"
+        raise argparse.ArgumentTypeError(said) from None
 
 
 # --- Combinations -------------------------------------------------------------------------------------

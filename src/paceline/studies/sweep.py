@@ -7,7 +7,6 @@
 """
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from paceline.runs import config, flags
 from paceline.runs.config import ConfigError, Run, nearest
 from paceline.runs.terminal import Command, say, warn
 from paceline.studies.lines import Finished, write
-from paceline.studies.runs import SEVERAL, Named, folder_of, grid, read, refuse_others, text
+from paceline.studies.runs import SEVERAL, Named, count, folder_of, grid, rate, read, refuse_others, text
 from paceline.studies.table import Mean
 from paceline.studies.text import Listing
 
@@ -109,22 +108,6 @@ def add_engine(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         help="end a run whose smoothed training loss was that far above its first for a tenth of the run [1]",
     )
     parser.add_argument("--keep-models", action="store_true", help="keep the last checkpoints of every run")
-
-
-def count(word: str) -> int:
-    """Return the number of things that a flag asks for."""
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", word):
-        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: a whole number, 1 or more")
-    return int(word)
-
-
-def rate(word: str) -> float:
-    """Return a learning rate of several that stand after their flag."""
-    try:
-        return float(word)
-    except ValueError:
-        said = f"{word[:80]!r}; allowed: numbers with spaces between them, such as 1e-3 2e-3"
-        raise argparse.ArgumentTypeError(said) from None
 
 
 def _nats(word: str) -> float | None:
