@@ -202,20 +202,21 @@ def perform(
         show: says what came out; without it, a table, best first.
     """
     refuse_others(runs, options.out)
-    workers = _workers(options, [one.run for one in runs])  # mistakes show before torch is imported
+    _check_engine(options)  # mistakes show before torch is imported
     from paceline.studies import live
     from paceline.studies.engine import do, held
 
     if options.dry_run:
         return _list(runs, options.out, by)
-    made = workers()  # a cluster that is not there is said before anything is written
+    # A cluster that is not there is said before anything is written.
+    workers = _workers(options, [one.run for one in runs])
     with held(options.out):
         results = Results(options.out, runs)
         results.write()
         events = do(
             runs,
             options.out,
-            made,
+            workers,
             margin=options.stop_diverged,
             keep_models=options.keep_models,
             later=later,
@@ -233,25 +234,23 @@ def perform(
     return 1 if results.failed else 0
 
 
-def _workers(options: argparse.Namespace, runs: Sequence[Run]) -> "Callable[[], Workers]":
-    if options.engine == "local":
-        for flag in ("ray_address", "gpus_per_run"):
-            if getattr(options, flag) is not None:
-                name = flag.replace("_", "-")
-                raise ConfigError(f"--{name} is for --engine ray; here --jobs says how many share a GPU")
+def _check_engine(options: argparse.Namespace) -> None:
+    for flag in ("ray_address", "gpus_per_run"):
+        if options.engine == "local" and getattr(options, flag) is not None:
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} is for --engine ray; here --jobs says how many share a GPU")
 
-    def make() -> "Workers":
+
+def _workers(options: argparse.Namespace, runs: Sequence[Run]) -> "Workers":
+    if options.engine == "local":
         from paceline.studies import engine
 
-        if options.engine == "local":
-            return engine.local(runs, options.jobs, options.cpus_per_run)
-        from paceline.studies import cluster
+        return engine.local(runs, options.jobs, options.cpus_per_run)
+    from paceline.studies import cluster
 
-        return cluster.workers(
-            options.ray_address, jobs=options.jobs, cpus=options.cpus_per_run or 1, gpus=options.gpus_per_run
-        )
-
-    return make
+    return cluster.workers(
+        options.ray_address, jobs=options.jobs, cpus=options.cpus_per_run or 1, gpus=options.gpus_per_run
+    )
 
 
 def _list(runs: Sequence[Named], folder: Path, by: Sequence[str]) -> int:
@@ -303,12 +302,15 @@ class Results:
     """What is known of runs that have ended: on the disk, and from the engine."""
 
     def __init__(self, folder: Path, runs: Sequence[Named]) -> None:
+        from paceline.studies.engine import is_done
+
         self.path, self._folder, self._runs = folder / "results.jsonl", folder, runs
         self.failed: dict[str, str] = {}
         """Runs that could not be done, and why."""
         self._given_up = set[str]()  # diverged in the part that they have in common with another run
-        found = [Finished.of_folder(folder_of(folder, one.name), one.tags) for one in runs]
-        self._finished = {run.name: run for run in found if run is not None and run.is_ended}
+        done = (one for one in runs if is_done(folder, one.name))
+        found = [Finished.of_folder(folder_of(folder, one.name), one.tags) for one in done]
+        self._finished = {run.name: run for run in found if run is not None}
         # Lines of another sweep into this folder, or of runs whose folders are gone, may be all that is left.
         self._before = Finished.read([self.path]) if self.path.exists() else {}
 
