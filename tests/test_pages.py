@@ -43,9 +43,9 @@ def line(**changes):
     for name, value in changes.items():
         (config if name in config else environment)[name] = value
     return {
-        "format": 1, "name": f"run {config['seed']}", "config": config, "environment": environment,
-        "data": {}, "parameters": 9, "outcome": "finished", "seconds": 1.0, "train": [], "pull": [],
-        "evaluations": [[4000, {"live": 3.0, "power_0_5": 2.9}]],
+        "format": 2, "name": f"run {config['seed']}", "config": config, "environment": environment,
+        "methods": {"AdamW": "live"}, "returned": "live", "parameters": 9, "outcome": "finished",
+        "evaluations": [[4000, {"live": 3.0, "power_0_5": 2.9}]], "train": [], "pull": [],
     }  # fmt: skip
 
 

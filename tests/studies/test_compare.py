@@ -5,14 +5,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from killing import kill_at_random
-from tiny import write_chats, write_model, write_text
+from killing import kill_at_random, start
+from tiny import write_chats, write_model
 
 from paceline.cli import main
 from paceline.lm.files import locked
@@ -25,15 +24,6 @@ from paceline.studies.compare import METHODS
 SMALL = ["--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", "16", "--batch-size", "2"]
 SMALL += ["--steps", "8", "--held-out-samples", "3", "--warmup", "2", "--device", "cpu"]
 ALL = (*METHODS, *sorted(set(names.BASES) - set(METHODS)), "adamw/bema", "adamw+push", "adamw@cosine")
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("compare")
-        patch.setenv("PACELINE_CACHE", str(folder / "cache"))
-        write_text(folder / "text.txt", paragraphs=120)
-        yield folder
 
 
 def words(room, out, *more):
@@ -190,14 +180,14 @@ def test_too_little_data_says_how_much_is_needed():
         (["--methods", "wsd"], "it is a schedule: adamw@wsd"),
         (["--methods", "pace+push:strength=1"], "Invalid strength value: 1; allowed: 0 <= strength < 1"),
         (["--methods", "adamw+paper"], "Control.paper() is sized by the second moments of AdamW"),
-        (["--lr", "1e-3,x"], "lr 'x' is no number"),
+        (["--lr", "1e-3,2e-3"], "'1e-3,2e-3'; allowed: numbers with spaces between them, such as 1e-3 2e-3"),
         (["--lr", "0", "1"], "lr 0 is not one to train with"),
-        (["--lr", "1e-3,-1"], "lr -1 is not one to train with"),
+        (["--lr", "1e-3", "-1"], "lr -1 is not one to train with"),
         (["--lr", "1e-3", "1e-3"], "one of them is there twice"),
         (["--lr", "nan"], "lr nan is not one to train with"),
-        (["--seeds", "0"], "seeds is 0; allowed: 1 to 100"),
-        (["--seeds", "many"], "seeds is 'many'"),
-        (["--time", "soon"], "time is 'soon'; write it as 90s, 10min or 8h"),
+        (["--seeds", "0"], "--seeds: '0'; allowed: a whole number, 1 or more"),
+        (["--seeds", "101"], "seeds is 101; allowed: 1 to 100"),
+        (["--time", "soon"], "--time: 'soon'; write it as 90s, 10min or 8h"),
         (["--time", "1h"], "time and steps given"),
         (["--method", "pace"], "unknown argument '--method' (did you mean --methods?)"),
     ],
@@ -272,6 +262,36 @@ def test_a_run_that_fails_does_not_stop_the_others(room, tmp_path, capfd):
 
 
 @pytest.mark.slow
+def test_what_is_lost_is_done_again_and_what_is_damaged_is_named(room, tmp_path, capfd):
+    out, line = tmp_path / "c", words(room, tmp_path / "c", "--lr", "1e-3", "2e-3", "--methods", "adamw")
+    (out / "runs").mkdir(parents=True)  # it plans
+    assert main(["report", str(out)]) == 2
+    assert f"nothing is finished yet in {out}" in capfd.readouterr().err
+    assert main(line) == 0
+    whole, (first, second) = numbers_of(out), sorted((out / "runs").iterdir())
+    (first / "records.jsonl").unlink()
+    capfd.readouterr()
+    assert main(["report", str(out)]) == 1
+    assert f"{first.name} is left out: {first} has lost its records.jsonl" in capfd.readouterr().out
+    assert main(line) == 0
+    said = capfd.readouterr().out
+    assert "1 are done already" in said and f"{first.name} has lost its records, and is done again" in said
+    assert numbers_of(out) == whole
+    path, plan = second / "records.jsonl", out / "plan.json"
+    path.write_bytes(path.read_bytes()[:-9])
+    for command in (["report", str(out)], line):
+        assert main(command) == 1
+        said = capfd.readouterr()
+        assert f"{second.name} is left out: {path}" in said.out and "with 1 of 2 runs" in said.out
+        assert (f"paceline: {second.name}: {path}" in said.err) == (command is line)
+    plan.write_text(plan.read_text().replace('"steps"', "steps"))
+    for command in (["report", str(out)], line):
+        assert main(command) == 2
+        error = capfd.readouterr().err
+        assert f"{plan}, line " in error and "column 4: this is no JSON" in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
 def test_two_comparisons_do_not_share_a_folder(room, tmp_path):
     with locked(tmp_path / "c"):
         assert main(words(room, tmp_path / "c")) == 1
@@ -292,7 +312,7 @@ def test_the_same_page_from_any_copy_of_the_runs(compared, tmp_path, capfd):
     for more, said in (
         ([copy], "--out FOLDER is needed"),
         ([tmp_path / "nowhere", "--out", tmp_path / "x"], "nowhere is not a folder"),
-        ([tmp_path / "a", "--out", tmp_path / "x"], "holds no run"),
+        ([tmp_path / "a", "--out", tmp_path / "x"], "nothing is finished yet in"),
     ):
         assert main(["report", *map(str, more)]) == 2
         error = capfd.readouterr().err
@@ -307,17 +327,6 @@ def three_runs(room, out):
     line = words(room, out, "--lr", "1e-3", "--methods", "adamw/ema", "pace", "adamw@wsd")
     line[line.index("--steps") + 1] = "40"
     return line
-
-
-def start(room, out):
-    """The command, as a process with a group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli", *three_runs(room, out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def numbers_of(out):
@@ -351,7 +360,7 @@ def wait_for(process, out, pattern):
 
 @pytest.mark.slow
 def test_killed_in_the_midst_it_resumes_to_the_same_records_and_tables(room, undisturbed, tmp_path):
-    process = start(room, tmp_path)
+    process = start(three_runs(room, tmp_path))
     wait_for(process, tmp_path, "runs/*/checkpoints/*")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -363,7 +372,7 @@ def test_killed_in_the_midst_it_resumes_to_the_same_records_and_tables(room, und
 def test_killed_at_random_moments_it_ends_in_the_same_records_and_tables(room, undisturbed, tmp_path):
     expected, whole = undisturbed
     kill_at_random(
-        lambda out: start(room, out), lambda out: check_whole(out, expected), tmp_path,
+        lambda out: start(three_runs(room, out)), lambda out: check_whole(out, expected), tmp_path,
         at_most=8, seconds=(0.3 * whole, 1.5 * whole),
     )  # fmt: skip
 
@@ -371,7 +380,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_records_and_tables(room, u
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_and_saves_all_runs(room, undisturbed, tmp_path, number):
-    process = start(room, tmp_path)
+    process = start(three_runs(room, tmp_path))
     wait_for(process, tmp_path, "runs/*/records.jsonl")
     time.sleep(0.3)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
@@ -383,7 +392,7 @@ def test_a_signal_stops_and_saves_all_runs(room, undisturbed, tmp_path, number):
 
 @pytest.mark.long
 def test_the_children_of_a_killed_parent_end(room, tmp_path):
-    process = start(room, tmp_path)
+    process = start(three_runs(room, tmp_path))
     wait_for(process, tmp_path, "runs/*/lock")
     process.kill()
     process.communicate()

@@ -69,6 +69,7 @@ class Workers:
             (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         end = {"kind": "end", "time": 1.0, "step": last, "outcome": outcome}
         (folder / "timing.jsonl").write_text(json.dumps(end) + "\n")
+        (folder / "records.jsonl").write_text("{}\n")
 
 
 def done(workers, names=tuple(RUNS), later=(), **more):
@@ -284,7 +285,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
 def test_a_run_that_had_been_evaluated_before_it_resumed_is_said_to_be_finished(capsys, tmp_path):
     """Its losses were shown by an earlier command."""
     one = Named(name="x", run=Run(steps=5), tags={"lr": 1e-3})
-    lines = Lines(Rows([one], tmp_path), sys.stdout)
+    lines = Lines(Rows([one], tmp_path))
     lines.take((one, Ended(how="finished")))
     assert (
         capsys.readouterr().out

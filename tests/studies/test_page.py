@@ -1,8 +1,12 @@
 """The page of a comparison: what its charts and tables hold, and how it behaves in a browser."""
 
 import csv
+import os
+import pty
 import re
 import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,11 +15,10 @@ from itertools import combinations
 import pytest
 
 from paceline.studies import looks, page, panels
-from paceline.studies.comparison import page_of
+from paceline.studies.comparison import Found, page_of
 from paceline.studies.lines import Finished
 from paceline.studies.looks import COLOURS, look, y_range
 from paceline.studies.plots import Line, Plot, Sheet, draw
-from paceline.studies.svg import svg
 from paceline.studies.table import Table
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -121,13 +124,13 @@ def plot(*lines, **more):
 
 def test_an_element_has_the_values_and_no_colour_of_its_own():
     points = plot((3.25, 3.1, None), (3.2, float("inf"), 3.3), dots=True)
-    drawn = svg(points, "key")
+    drawn = page.svg(points, "key")
     ET.fromstring(drawn.replace("xlink:href", "href"))
     titles = re.findall(r'<g class="m(\d)"><title>([^<]*)</title>', drawn)
     assert ("0", "method 0, x 0: 3.2500 ± 0.0100") in titles and ("1", "method 1, x 1: diverged") in titles
     assert not any("method 0, x 2" in words for _, words in titles)
     assert not re.search("#[0-9a-f]{6}", drawn) and "var(--c1)" in drawn
-    assert drawn == svg(points, "key") != svg(points, "other")
+    assert drawn == page.svg(points, "key") != page.svg(points, "other")
 
 
 @pytest.mark.slow
@@ -211,7 +214,7 @@ def rows_of(made, key):
 
 
 def test_tables_count_what_diverged_and_each_average_for_its_method():
-    made = page_of(RUNS[:-1], {}, len(RUNS))
+    made = page_of(Found(runs=RUNS[:-1], waiting=1))
     assert rows_of(made, "results")["AdamW"] == ("3.3000 ± 0.0289", "0.002", "3.4000 ± 0.0289", *_SHOWN)
     assert {name: row[-1] for name, row in rows_of(made, "cost").items()} == {
         "AdamW": "8", "AdamW · EMA": "12", "PACE": "8"
@@ -224,7 +227,7 @@ _SHOWN = ("3.3000 ± 0.0289", "diverged")
 
 def test_what_has_not_ended_has_not_diverged():
     runs = [finished("adamw", 1e-3, 1, 3.0), finished("pace", 1e-3, 1, 3.0, outcome="unfinished", ended=None)]
-    made = page_of(runs, {"sgd": "its package is missing"}, 2)
+    made = page_of(Found(runs=runs, missing={"sgd": "its package is missing"}))
     assert rows_of(made, "results")["PACE"][0] == "–"
     assert "sgd was not run: its package is missing" in made.warnings
     assert any("has not come to its end" in text for text in made.warnings)
@@ -234,17 +237,19 @@ def test_a_method_of_which_one_seed_came_to_its_end_has_not_just_diverged():
     runs = [
         finished("pace", 1e-3, seed, 3.0, outcome=how) for seed, how in ((1, "finished"), (2, "diverged"))
     ]
-    assert rows_of(page_of(runs, {}, 2), "results")["PACE"][:2] == ("some diverged", "")
+    assert rows_of(page_of(Found(runs=runs)), "results")["PACE"][:2] == ("some diverged", "")
 
 
 def test_other_batches_and_runs_that_are_there_twice_are_named():
     other = finished("pace", 1e-3, 1, 3.0, batches="others")
     twice = replace(finished("adamw", 1e-3, 1, 3.0), name="again")
-    warnings = " ".join(page_of([finished("adamw", 1e-3, 1, 3.0), other, twice], {}, 3).warnings)
+    warnings = " ".join(page_of(Found(runs=[finished("adamw", 1e-3, 1, 3.0), other, twice])).warnings)
     assert "have not all seen the same batches" in warnings and "again is adamw-0.001-1 once more" in warnings
     both = finished("adamw", 1e-3, 1, 3.0)
     alone = replace(both, name="alone", methods={both.method: both.returned})
-    assert any("alone is adamw-0.001-1 once more" in text for text in page_of([both, alone], {}, 2).warnings)
+    assert any(
+        "alone is adamw-0.001-1 once more" in text for text in page_of(Found(runs=[both, alone])).warnings
+    )
 
 
 # --- HTML -----------------------------------------------------------------------------------------------
@@ -285,7 +290,7 @@ def hostile():
         finished("adamw", lr, seed, 3.3, methods=methods, name=f"{HOSTILE}{lr}{seed}")
         for lr in (1e-3, 2e-3) for seed in (1, 2)
     ]  # fmt: skip
-    return page_of(runs, {HOSTILE: HOSTILE}, len(runs))
+    return page_of(Found(runs=runs, missing={HOSTILE: HOSTILE}))
 
 
 @pytest.fixture(scope="module")
@@ -314,9 +319,15 @@ def test_the_page_is_text_and_charts_that_need_nothing_else(hostile, html):
 
 @pytest.mark.slow
 def test_each_part_has_its_files(tmp_path, monkeypatch):
-    made = page_of(RUNS, {"odd \udcff": "name"}, len(RUNS))
+    odd = "odd \udcff\x1b[2J\x07"
+    made = page_of(Found(runs=[*RUNS, finished("pace", 1e-3, 4, 3.2, name=odd)], missing={odd: "name"}))
     made = replace(made, charts=(replace(made.charts[0], key="a/b c"), *made.charts[1:3]))
-    assert page.write(made, tmp_path).read_bytes().count(b"PACE") > 10
+    written = page.write(made, tmp_path).read_bytes()
+    assert written.count(b"PACE") > 10 and rb"odd \udcff\x1b[2J\x07 was not run" in written
+    assert rb"odd \udcff\x1b[2J\x07,finished" in (tmp_path / "runs.csv").read_bytes()
+    assert not any(
+        set(path.read_bytes()) & {7, 27} for path in (*tmp_path.glob("*.csv"), tmp_path / "report.html")
+    )
     assert {path.stem for path in tmp_path.glob("*.png")} == {"a-b-c", "regret", "tuning"}
     with (tmp_path / "a-b-c.csv").open(newline="") as file:
         rows = list(csv.reader(file))
@@ -324,6 +335,16 @@ def test_each_part_has_its_files(tmp_path, monkeypatch):
     assert ["AdamW", "returned", "0.004", "diverged", ""] in rows
     with (tmp_path / "results.csv").open(newline="") as file:
         assert tuple(map(tuple, list(csv.reader(file))[1:])) == made.tables[0].rows
+
+
+@pytest.mark.slow
+def test_on_a_terminal_what_takes_long_says_how_far_it_is():
+    code = "from paceline.studies.page import tracked; print(list(tracked(range(9), 'drawing')))"
+    parent, child = pty.openpty()
+    said = subprocess.run([sys.executable, "-c", code], stderr=child, stdout=subprocess.PIPE, check=True)
+    assert said.stdout == b"[0, 1, 2, 3, 4, 5, 6, 7, 8]\n" and b"drawing" in os.read(parent, 9999)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert said.stderr == b""
 
 
 # --- In a browser ---------------------------------------------------------------------------------------

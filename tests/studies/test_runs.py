@@ -189,11 +189,25 @@ def test_a_copy_under_the_name_of_another_run_is_refused(tmp_path):
     refuse_others([one, other], tmp_path)
 
 
-def test_a_plan_that_is_cut_off_is_named(tmp_path):
+PLAN = {"request": {}, "steps": 9, "jobs": 1, "threads": 1, "trial": {}, "missing": {}}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"runs": [', "line 1, column 11: this is no JSON"),
+        ("[]", "holds a list; a JSON object was written"),
+        ('{"request": {}, "steps": "9"}', "steps is '9'; allowed: a whole number"),
+        ('{"request": {}, "steps": 9, "jobs": 1, "threads": 1}', "trial is 'None'; allowed: an object"),
+        (json.dumps(PLAN | {"runs": ["../x"]}), "allowed: names of folders"),
+    ],
+)
+def test_a_damaged_plan_is_named(tmp_path, content, said):
     assert read_plan(tmp_path) is None
-    (tmp_path / "plan.json").write_text('{"runs": [')
-    with pytest.raises(ConfigError, match=r"cannot read .*plan\.json: .*; move it away"):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"plan\.json.*; move it away") as refused:
         read_plan(tmp_path)
+    assert said in str(refused.value)
 
 
 def test_records_alone_are_not_overwritten(tmp_path):

@@ -28,7 +28,7 @@ def run(lr=1e-3, seed=1, live=3.0, ema=2.9, outcome="finished", **more):
     )
 
 
-def folder_of(path, *, kinds=("finished",), losses=(3.0, 2.5), **more):
+def folder_of(path, *, kinds=("finished",), losses=(3.0, 2.5), back=0.0, **more):
     """Write the folder of a run that lost its number once, was stopped, resumed and ended."""
     path.mkdir(parents=True)
     about = {"config": {"lr": 0.1, "seed": 7, "data": ["/home/me/x.txt"]}, "steps": 2, "parameters": 9}
@@ -42,10 +42,14 @@ def folder_of(path, *, kinds=("finished",), losses=(3.0, 2.5), **more):
     lines = [{"kind": "run", **about, **more}]
     lines += [{"kind": "step", "step": i, "loss": x, "skipped": False} for i, x in enumerate((9.0, None), 1)]
     lines += [
-        {"kind": "evaluation", "step": i, "losses": {"held-out": {"live": x}}} for i, x in enumerate(losses)
+        {"kind": "evaluation", "step": i, "losses": {"held-out": {"live": x}}}
+        for i, x in enumerate(losses, 1)
     ]
     times = [{"kind": "begin", "time": 10.0}, {"kind": "speed", "time": 14.0, "tokens_per_second": 5.0}]
-    times += [{"kind": "begin", "time": 100.0}, {"kind": "speed", "time": 103.0, "tokens_per_second": 7.0}]
+    times += [
+        {"kind": "begin", "time": 100.0},
+        {"kind": "speed", "time": 103.0 - back, "tokens_per_second": 7.0},
+    ]
     times += [{"kind": "end", "time": 104.0, "step": 2, "outcome": kind, "text": ""} for kind in kinds]
     for name, content in (("records", lines), ("timing", times)):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
@@ -72,7 +76,7 @@ def test_runs_are_found_in_and_below_folders(tmp_path):
     more = folder_of(tmp_path / "more")
     assert find_runs([tmp_path]) == [more, *both]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="nothing is finished yet"):
         find_runs([tmp_path / "empty"])
 
 
@@ -88,22 +92,34 @@ def test_a_run_that_has_not_ended_is_no_result(tmp_path):
 
 def test_a_run_that_diverged_has_no_loss_whatever_it_evaluated_before(tmp_path):
     lost = Finished.of_folder(folder_of(tmp_path / "a", kinds=("diverged",)))
-    assert lost.diverged and lost.loss is None and lost.curve() == [(0, 3.0), (1, 2.5)]
+    assert lost.diverged and lost.loss is None and lost.curve() == [(1, 3.0), (2, 2.5)]
 
 
-def test_a_line_of_the_first_format_is_converted_by_its_config():
-    config = {"optimizer": "pace:gain=paper", "schedule": "wsd:decay=0.2", "lr": 1e-3, "seed": 3, "steps": 9}
-    old = {"format": 1, "name": "a name that says lr0.5", "config": config, "environment": {}, "data": {}}
-    old |= {"parameters": 9, "outcome": "finished", "seconds": 1.0, "train": [[9, 3.1]], "pull": []}
-    old["evaluations"] = [[9, {"live": 3.0, "average": 2.9, "power_0_5": 2.8}]]
-    found = Finished.of_line(old)
-    assert (found.lr, found.seed, found.returned, found.loss) == (1e-3, 3, "average", 2.9)
-    assert list(found.methods.values()) == ["average", "power_0_5"]
-    named = Finished.of_line({**old, "method": "push", "lr": 2e-3, "batch": "b"})
-    assert (named.method, named.lr, named["batch"]) == ("push", 2e-3, "b")
+def test_the_time_of_a_clock_that_went_back_is_not_known(tmp_path):
+    """Between two sessions it may: they are measured one by one."""
+    found = [Finished.of_folder(folder_of(tmp_path / str(back), back=back)).seconds for back in (0.0, 4.0)]
+    assert found == [8.0, None]
 
 
-@pytest.mark.parametrize("line", [{"format": 7}, {}, 3, {"format": FORMAT, "name": "a"}])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: lines[:-1], "is cut off: it lacks the evaluation of the last step, 2"),
+        (lambda lines: lines[1:], "holds no record of a run: KeyError"),
+        (lambda lines: ["[]", *lines[1:]], "holds no record of a run: TypeError"),
+        (lambda lines: [lines[0].replace('"methods": {', '"methods": 3, "x": {'), *lines[1:]], "no record"),
+        (lambda lines: [*lines[:2], lines[2][:9], *lines[3:]], "line 3 is no JSON"),
+    ],
+)
+def test_damaged_records_are_named(tmp_path, damage, said):
+    path = folder_of(tmp_path / "a") / "records.jsonl"
+    path.write_text("\n".join(damage(path.read_text().splitlines())) + "\n")
+    with pytest.raises(ValueError, match=said) as refused:
+        Finished.of_folder(tmp_path / "a")
+    assert str(refused.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("line", [{"format": 1}, {}, 3, {"format": FORMAT, "name": "a"}])
 def test_what_is_no_run_is_refused_with_its_place(line, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(ConfigError, match=r"x\.jsonl, line 1 is no record of a run"):
@@ -129,14 +145,6 @@ def test_the_best_rate_has_the_lowest_mean_of_whole_groups():
     assert ema.best("lr").values("lr") == (1.0,)
     assert ema.where(lr=2.0).mean() is None and ema.where(lr=2.0).diverged == 1
     assert ema.where(lr=2.0).best("lr") is None
-
-
-def test_a_difference_is_taken_seed_by_seed():
-    own, other = ([run(seed=s, ema=x + 0.5 * s) for s, x in enumerate(xs)] for xs in ((3, 3, 3), (2, 2.1)))
-    found = Table(tuple(own)).over(Table(tuple(other)))
-    assert (found.value, found.n) == (pytest.approx(0.95), 2)
-    assert found.error == pytest.approx(0.05)
-    assert Table(tuple(own)).over(Table(())) is None
 
 
 def test_the_error_of_a_mean_is_the_standard_error():

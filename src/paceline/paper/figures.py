@@ -140,7 +140,9 @@ def _print_rivals(table: Table) -> list[Printed]:
     ends = [panels.slashed(row.loss for row in lot) for lot in lots]
     losses = "; ".join(end or "?" for end in ends) if any(ends) else None
     clocked = (table.where(model=OTHER, method=method) for method in ("Schedule-Free", "PACE"))
-    seconds = [min((row.seconds for row in rows if row.is_ended), default=0) for rows in clocked]
+    seconds = [
+        min((row.seconds for row in rows if row.is_ended and row.seconds), default=0) for rows in clocked
+    ]
     hours = " and ".join(f"{each / 3600:.3g} h" for each in seconds) if all(seconds) else None
     what = f"{SMALL}, η = {number(lr)}: WSD branches at 50/75/100 %; PACE at the end"
     clock = f"{OTHER}, wall clock of Schedule-Free and PACE (one TPU v6e in the paper)"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from paceline.runs import flags
 from paceline.runs.config import ConfigError
 from paceline.runs.terminal import Command, say, warn
-from paceline.studies.runs import folder_of, refuse_others
+from paceline.studies.runs import count, rate, refuse_others
 
 if TYPE_CHECKING:
     from paceline.studies.plan import Plan
@@ -67,10 +67,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     here = Path("comparison")
     flag("out", "where everything goes [comparison]", type=Path, default=here, metavar="FOLDER")
     flag("methods", f"[{' '.join(METHODS)}]", nargs="+", metavar="METHOD")
-    flag("lr", "learning rates; each method is run at each of them", nargs="+", metavar="X")
-    flag("seeds", "seeds per setting [1]", default="1", metavar="N")
-    flag("time", "for everything, e.g. 90s, 10min, 8h: as many steps as fit, not --steps", metavar="10min")
-    flag("jobs", "runs in parallel; without it, as many as fit", metavar="N")
+    flag("lr", "learning rates; each method is run at each of them", nargs="+", type=rate, metavar="X")
+    flag("seeds", "seeds per setting [1]", type=count, default=1, metavar="N")
+    text = "for everything, e.g. 90s, 10min, 8h: as many steps as fit, not --steps"
+    flag("time", text, type=seconds, metavar="10min")
+    flag("jobs", "runs in parallel; without it, as many as fit", type=count, metavar="N")
     flag("keep-models", "keep the last checkpoint of every run", action="store_true")
     flags.add_settings(parser, CHOSEN)
 
@@ -88,10 +89,10 @@ def run(options: argparse.Namespace) -> int:
     request = Request(
         settings=flags.settings_given(options, CHOSEN),
         methods=tuple(options.methods or METHODS),
-        lrs=None if options.lr is None else tuple(_rate(x) for word in options.lr for x in word.split(",")),
-        seeds=_whole("seeds", options.seeds),
-        seconds=None if options.time is None else seconds(options.time),
-        jobs=None if options.jobs is None else _whole("jobs", options.jobs),
+        lrs=None if options.lr is None else tuple(options.lr),
+        seeds=options.seeds,
+        seconds=options.time,
+        jobs=options.jobs,
     )
     checked = check(request)
     with engine.held(options.out):
@@ -105,13 +106,13 @@ def run(options: argparse.Namespace) -> int:
         failed = {}
         workers = engine.local([one.run for one in plan.runs], plan.jobs, plan.threads)
         messages = engine.do(plan.runs, options.out, workers, keep_models=kept.exists())
-        with shown(plan.runs, options.out, plan.seconds) as screen:
-            for message in messages:
-                screen.take(message)
-                match message:
-                    case (one, Ended(how="failed" | "refused", text=why)):
-                        failed[one.name] = why
-        comparison.show([options.out], options.out)
+        for message in shown(messages, plan.runs, options.out):
+            match message:
+                case (one, Ended(how="failed" | "refused", text=why)):
+                    failed[one.name] = why
+        found = comparison.read([options.out])
+        comparison.show(found, options.out)
+    failed |= found.damaged
     for name, why in failed.items():
         warn(f"{name}: {why}")
     return 1 if failed else 0
@@ -119,10 +120,10 @@ def run(options: argparse.Namespace) -> int:
 
 def announcement(plan: "Plan", folder: Path) -> Iterator[str]:
     """Yield what was chosen, and what it will take."""
-    from paceline.runs.run import is_finished
+    from paceline.studies.engine import is_done
 
     one, count = plan.runs[0].run, len(plan.runs)
-    left = sum(not is_finished(folder_of(folder, named.name)) for named in plan.runs)
+    left = sum(not is_done(folder, named.name) for named in plan.runs)
     assert one.steps is not None
     tokens = one.steps * one.batch_size * one.length
     lrs = ", ".join(f"{lr:g}" for lr in sorted({named.run.lr for named in plan.runs}))
@@ -142,19 +143,6 @@ def announcement(plan: "Plan", folder: Path) -> Iterator[str]:
         yield f"{name} is left out: {why}"
 
 
-def _rate(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"lr {text[:80]!r} is no number; write --lr 1e-3 3e-3") from None
-
-
-def _whole(name: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{name} is {text[:80]!r}; allowed: a whole number")
-    return int(text)
-
-
 def seconds(text: str) -> float:
     """Return a time in seconds.
 
@@ -164,7 +152,7 @@ def seconds(text: str) -> float:
     units = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.strip().lower())
     if not found or found[2] not in units:
-        raise ConfigError(f"time is {text[:80]!r}; write it as 90s, 10min or 8h")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}; write it as 90s, 10min or 8h")
     return float(found[1]) * units[found[2]]
 
 
@@ -184,11 +172,12 @@ def run_report(options: argparse.Namespace) -> int:
     from paceline.studies import comparison
     from paceline.studies.plots import check_installed
 
+    check_installed()
+    found = comparison.read(options.runs)
     if options.out is None and not (len(options.runs) == 1 and (options.runs[0] / "plan.json").exists()):
         raise ConfigError("--out FOLDER is needed: where to write the report")
-    check_installed()
-    comparison.show(options.runs, options.out or options.runs[0])
-    return 0
+    comparison.show(found, options.out or options.runs[0])
+    return 1 if found.damaged else 0
 
 
 COMMANDS = (

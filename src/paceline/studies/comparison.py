@@ -2,49 +2,71 @@
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import final
 
 from paceline.runs.config import ConfigError
 from paceline.runs.terminal import say
-from paceline.studies.lines import Finished, find_runs
-from paceline.studies.page import Page, write
+from paceline.studies.lines import Finished, files_of, find_runs
+from paceline.studies.page import Page, tracked, write
 from paceline.studies.panels import charts, rates, reference
-from paceline.studies.runs import read_plan
+from paceline.studies.runs import folder_of, read_plan
 from paceline.studies.table import Table
 from paceline.studies.text import Listing
 from paceline.studies.verdict import of_table
 
-Missing = Mapping[str, str]
-"""Methods that could not be run, and why."""
+
+@final
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """What folders of runs and files of lines hold."""
+
+    runs: list[Finished] = field(default_factory=list)
+    waiting: int = 0
+    """Planned runs that have written nothing yet."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Methods that could not be run, and why."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Runs that cannot be read, and why."""
+
+    def take(self, folders: Sequence[Path]) -> None:
+        """Read the runs in folders."""
+        for folder in tracked(folders, "reading runs"):
+            _, timing = files_of(folder)
+            try:
+                run = Finished.of_folder(folder)
+            except (OSError, ValueError) as error:
+                self.damaged[folder.name] = str(error)
+                continue
+            if run is not None:
+                self.runs.append(run)
+            elif timing.exists() and timing.stat().st_size:
+                self.damaged[folder.name] = f"{folder} has lost its records.jsonl"
+            else:
+                self.waiting += 1
 
 
-def read(paths: Iterable[Path]) -> tuple[list[Finished], Missing, int]:
-    """Return runs in folders and in files of lines, what is missing, and how many runs there should be."""
-    runs, missing, expected = list[Finished](), dict[str, str](), 0
+def read(paths: Iterable[Path]) -> Found:
+    """Return what folders and files of lines hold; raise ConfigError if that is no run at all."""
+    found = Found()
     for path in paths:
         if path.is_file():
-            found = list(Finished.read([path]).values())
-        elif (kept := read_plan(path)) is not None:
-            missing |= kept["missing"]
-            expected += len(kept["runs"]) - len(
-                found := _begun(path / "runs" / name for name in kept["runs"])
-            )
+            found.runs += Finished.read([path]).values()
+        elif (plan := read_plan(path)) is not None:
+            found.missing |= plan["missing"]
+            found.take([folder_of(path, name) for name in plan["runs"]])
         else:
-            found = _begun(find_runs([path]))
-        runs, expected = runs + found, expected + len(found)
-    if not runs:
-        raise ConfigError("none of these runs has written anything yet")
-    return runs, missing, expected
+            found.take(find_runs([path]))
+    if not found.runs:
+        why = "; ".join(found.damaged.values()) or "none of these runs has written anything"
+        raise ConfigError(f"nothing is finished yet: {why}")
+    return found
 
 
-def _begun(folders: Iterable[Path]) -> list[Finished]:
-    """Return the runs in folders, without those that have written nothing yet."""
-    return [run for folder in folders if (run := Finished.of_folder(folder)) is not None]
-
-
-def show(paths: Sequence[Path], folder: Path) -> None:
-    """Write the page on these runs into a folder, and print its tables and its verdict."""
-    page = page_of(*read(paths))
+def show(found: Found, folder: Path) -> None:
+    """Write the page on runs into a folder, and print its tables and its verdict."""
+    page = page_of(found)
     for table in (table for table in page.tables if table.key in ("results", "cost")):
         for line in ("", f"{table.title}. {table.caption}", ""):
             say(line)
@@ -56,19 +78,19 @@ def show(paths: Sequence[Path], folder: Path) -> None:
     say(f"report: {write(page, folder)}")
 
 
-def page_of(runs: Sequence[Finished], missing: Missing, expected: int) -> Page:
-    """Return the page on these runs; `expected` of them there should be."""
-    table = Table.of(runs)
+def page_of(found: Found) -> Page:
+    """Return the page on runs."""
+    runs, table = found.runs, Table.of(found.runs)
     best, verdict = reference(table), of_table(table)
-    ended = sum(run.is_ended for run in runs)
+    ended, planned = sum(run.is_ended for run in runs), len(runs) + len(found.damaged) + found.waiting
     listings = (results(table), _cost(table), _runs(runs), _settings(runs[0], table))
-    so_far = "" if ended == expected else f"So far, with {ended} of {expected} runs: "
+    so_far = "" if ended == planned else f"So far, with {ended} of {planned} runs: "
     return Page(
         title="What is gained by training for the model you return",
         subtitle=_subtitle(runs[0], table),
         verdict=so_far + verdict.sentence,
         remarks=verdict.remarks,
-        warnings=(*verdict.warnings, *_warnings(runs, missing)),
+        warnings=(*verdict.warnings, *_warnings(found)),
         methods=table.values("method"),
         charts=charts(table),
         tables=tuple(listing for listing in listings if listing.rows),
@@ -89,15 +111,20 @@ def _count(values: Sequence[object], name: str) -> str:
     return f"{len(values)} {name}{'' if len(values) == 1 else 's'}"
 
 
-def _warnings(runs: Sequence[Finished], missing: Missing) -> Iterator[str]:
-    for name, why in missing.items():
+def _warnings(found: Found) -> Iterator[str]:
+    runs = found.runs
+    for name, why in found.missing.items():
         yield f"{name} was not run: {why}"
+    for name, why in found.damaged.items():
+        yield f"{name} is left out: {why}"
     seen: dict[tuple[object, ...], str] = {}
     for run in runs:
         if run.diverged:
             yield f"{run.name} diverged: {run.why or 'its loss is not finite'}"
         elif not run.is_ended:
             yield f"{run.name} has not come to its end."
+        if run.seconds is None:
+            yield f"{run.name}: its clock went back, so how long it took is not known."
         alike = {seen[what]: None for m in run.methods if (what := (m, run.lr, run.seed)) in seen}
         for other in alike:
             yield f"{run.name} is {other} once more; the one that ended counts, or the last."
@@ -149,7 +176,7 @@ def _cost(table: Table) -> Listing:
         speed, first = statistics.median(speeds), own.rows[0]
         plain = plain or speed
         size = next((row.memory[row.returned] for row in own if row.returned in row.memory), None)
-        whole = [row.seconds for row in own if row.outcome == "finished"]
+        whole = [row.seconds for row in own if row.outcome == "finished" and row.seconds is not None]
         rows.append(
             (
                 method,

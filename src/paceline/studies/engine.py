@@ -41,7 +41,7 @@ Message = tuple[Named, Event | Ended] | None
 Workers = Callable[[Target, Iterable[Named | None]], Iterator[Any]]
 """Calls a function with each run, several in parallel, as `pool.do_all` does."""
 
-AT_ONCE = 4
+AT_ONCE = 4  # runs on CPUs, if nothing else is said
 
 
 def local(runs: Sequence[Run], jobs: int | None = None, threads: int | None = None) -> Workers:
@@ -56,9 +56,14 @@ def local(runs: Sequence[Run], jobs: int | None = None, threads: int | None = No
 
     named = any(run.device not in ("auto", "cuda") for run in runs)
     gpus = [] if named else _gpus(torch.cuda.device_count())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = count_cores()
     jobs = max(1, min(jobs or len(gpus) or min(cores, AT_ONCE), len(runs)))
     return partial(pool.do_all, jobs=jobs, threads=threads or max(1, cores // jobs), gpus=gpus)
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus(count: int) -> list[str]:
@@ -119,15 +124,23 @@ def do(
     board.clean(*(one.name for one in runs))  # killed before its checkpoints went
 
 
+def is_done(folder: Path, name: str) -> bool:
+    """Return whether a run of the study in a folder has nothing left to do, and its records are there."""
+    run, place = folder_of(folder, name), folder_of(folder, name) / "records.jsonl"
+    return place.exists() and place.stat().st_size > 0 and is_finished(run)
+
+
 def train(folder: Path, margin: float | None, one: Named, send: Callable[[object], None]) -> None:
     """Do one run, or the rest of it, and send what happens: of its steps a few a second."""
+    run = folder_of(folder, one.name)
+    if is_finished(run) and not is_done(folder, one.name):
+        send(Notice(text=f"{one.name} has lost its records, and is done again"))
+        (run / "timing.jsonl").unlink()
     watch = None if margin is None else Divergence(margin=margin, warmup=one.run.warmup)
     for attempt in range(100):
         try:
             spoke = 0.0
-            for event in execute(
-                one.run, folder_of(folder, one.name), lambda text: send(Notice(text=text)), watch
-            ):
+            for event in execute(one.run, run, lambda text: send(Notice(text=text)), watch):
                 if not isinstance(event, Step) or time.monotonic() - spoke > 0.25:
                     spoke = time.monotonic()
                     send(event)
@@ -150,13 +163,13 @@ class _Board:
         for one in (*runs, *later):
             if one.run.after is not None:
                 self._continued.setdefault(one.run.after[0], []).append(one)
-        self._waiting = [one for one in runs if not self._is_finished(one.name)]
+        self._waiting = [one for one in runs if not self._is_done(one.name)]
         self._at_work = set[str]()
         self._failed = dict[str, str]()
         self._news = deque[tuple[Named, Ended]]()
 
-    def _is_finished(self, name: str) -> bool:
-        return is_finished(folder_of(self._folder, name))
+    def _is_done(self, name: str) -> bool:
+        return is_done(self._folder, name)
 
     def orders(self) -> Iterator[Named | None]:
         """Yield the first run that can begin; None while those that wait need others that are at work."""
@@ -205,15 +218,15 @@ class _Board:
         self._at_work.remove(one.name)
         if ended.how == "stopped":  # by somebody else than us, who is done with asking
             self._waiting.insert(0, one)
-        elif not self._is_finished(one.name):
+        elif not self._is_done(one.name):
             self._failed[one.name] = ended.text
         self.clean(one.name, *([one.run.after[0]] if one.run.after is not None else []))
 
     def clean(self, *names: str) -> None:
         """Drop checkpoints that no run of the study needs any more."""
         for name in names:
-            if not self._keep_models and name in self._names and self._is_finished(name):
-                others = [one for one in self._continued.get(name, []) if not self._is_finished(one.name)]
+            if not self._keep_models and name in self._names and self._is_done(name):
+                others = [one for one in self._continued.get(name, []) if not self._is_done(one.name)]
                 drop_checkpoints(
                     folder_of(self._folder, name), {one.run.after[1] for one in others if one.run.after}
                 )

@@ -18,10 +18,11 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, final
 
-from paceline.lm.files import write_atomically
+from paceline.lm.files import Damaged, write_atomically
 from paceline.runs import records
 from paceline.runs.config import ConfigError
 
@@ -63,8 +64,8 @@ class Finished:
     """Of a run that diverged."""
     ended: int | None = None
     """The last step of a run that has ended."""
-    seconds: float = 0.0
-    """At work, over all sessions."""
+    seconds: float | None = None
+    """At work, over all sessions; None if its clock went back."""
     speed: float | None = None
     """Tokens a second, the median over the run."""
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -82,22 +83,30 @@ class Finished:
 
     @classmethod
     def of_folder(cls, folder: Path, tags: Mapping[str, Any] | None = None) -> "Finished | None":
-        """Return the run in a folder, as far as it is; None if it has not written anything."""
-        place = folder / "records.jsonl"
-        lines = list(records.read(place)) if place.exists() else []
+        """Return the run in a folder, as far as it is; None if it has not written anything.
+
+        Raises:
+            Damaged: its records are not what a run writes, or end before it did; the file is named.
+        """
+        place, timing = files_of(folder)
+        lines, times = ([*records.read(path)] if path.exists() else [] for path in (place, timing))
         if not lines:
             return None
-        timing = folder / "timing.jsonl"
-        return _of_records(folder.name, lines, list(records.read(timing)) if timing.exists() else [], tags)
+        try:
+            found = _of_records(folder.name, lines, times, tags)
+        except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+            raise Damaged(f"{place} holds no record of a run: {error!r}") from None
+        if found.outcome == "finished" and found.ended not in dict(found.evaluations):
+            raise Damaged(f"{place} is cut off: it lacks the evaluation of the last step, {found.ended}")
+        return found
 
     @classmethod
     def of_line(cls, line: Any, where: str = "line") -> "Finished":
         """Return the run that a line holds; raise ConfigError, naming the place, if it holds none."""
-        if not isinstance(line, dict) or line.get("format") not in (1, FORMAT):
+        if not isinstance(line, dict) or line.get("format") != FORMAT:
             raise ConfigError(f"{where} is no record of a run, or one of another version of paceline")
         try:
-            line = _of_format_1(line) if line["format"] == 1 else dict(line)
-            del line["format"]
+            line = {name: value for name, value in line.items() if name != "format"}
             for name in ("evaluations", "train", "pull"):
                 line[name] = tuple((step, value) for step, value in line[name])
             return cls(**line, method=_method_of(line["methods"], line["returned"]))
@@ -187,17 +196,22 @@ def write(runs: Iterable[Finished], path: Path) -> int:
     return len(texts)
 
 
+def files_of(run: Path) -> tuple[Path, Path]:
+    """Return the files of a run in its folder: what it computed, and when."""
+    return run / "records.jsonl", run / "timing.jsonl"
+
+
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return the folders of runs among these, and those in them, in their `runs` and in their `cells`."""
+    """Return the folders of runs among these, and those in them and in their `runs`."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"{path} is not a folder")
-        kinds = ("records.jsonl", "*/records.jsonl", "runs/*/records.jsonl", "cells/*/records.jsonl")
-        places = [place.parent for kind in kinds for place in sorted(path.glob(kind))]
+        folders = [path, *sorted(path.glob("*")), *sorted(path.glob("runs/*"))]
+        places = [folder for folder in folders if any(map(Path.exists, files_of(folder)))]
         found += places
         if not places:
-            raise ConfigError(f"{path} holds no run: there is no records.jsonl in it or below")
+            raise ConfigError(f"nothing is finished yet in {path}: it holds no records.jsonl, and none below")
     return list(dict.fromkeys(found))
 
 
@@ -228,7 +242,7 @@ def _of_records(
         outcome=end.get("outcome", "unfinished"),
         why=end.get("text", ""),
         ended=end.get("step"),
-        seconds=round(_seconds(times), 1),
+        seconds=_seconds(times),
         speed=statistics.median(speeds) if speeds else None,
         memory={w: own + beside.get(w, 0) for w in about["methods"].values()} if own is not None else {},
         batches=of_kind["evaluation"][-1].get("batches") if of_kind["evaluation"] else None,
@@ -266,14 +280,10 @@ def _without_folders(name: str, value: Any) -> Any:
     return Path(value).name if local and value is not None else value
 
 
-def _seconds(times: list[dict[str, Any]]) -> float:
-    """Return the time of all sessions, from the beginning of each to the last that is known of it."""
-    total, began = 0.0, None
-    for line, after in zip(times, [*times[1:], None], strict=False):
-        began = line["time"] if line["kind"] == "begin" else began
-        if began is not None and (after is None or after["kind"] == "begin"):
-            total += line["time"] - began
-    return total
+def _seconds(times: list[dict[str, Any]]) -> float | None:
+    """Return the time of all sessions, each to the last that is known of it; None if the clock went back."""
+    parts = [after["time"] - line["time"] for line, after in pairwise(times) if after["kind"] != "begin"]
+    return None if any(part < 0 for part in parts) else round(sum(parts), 1)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -283,30 +293,3 @@ def _rounded(value: float | None) -> float | None:
 def _mean(part: list[tuple[int, float | None]]) -> tuple[int, float | None]:
     known = [loss for _, loss in part if loss is not None]
     return part[-1][0], _rounded(sum(known) / len(known)) if known else None
-
-
-def _of_format_1(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of format 1 with what it lacks.
-
-    Paceline 0.1.0 wrote it until 19 November 2026, without names of methods and returned weights. A method is
-    then called as the study wrote it into the line, or else as the config has its optimizer and schedule.
-    """
-    config, views = line["config"], list(line["evaluations"][-1][1]) if line["evaluations"] else ["live"]
-    returned = "average" if "average" in views else views[min(1, len(views) - 1)]
-    if "method" in line:
-        methods = {line["method"]: returned}
-    else:
-        name = f"{config['optimizer']} {config['schedule']}".removesuffix(" constant")
-        main = "average" if "average" in views else "live"
-        methods = {name: main} | {f"{name} · {view}": view for view in views if view not in ("live", main)}
-    plain = ("name", "config", "environment", "data", "parameters", "outcome", "seconds", "evaluations")
-    return {
-        "format": 1,
-        **{name: line[name] for name in (*plain, "train", "pull")},
-        "tags": {name: line[name] for name in ("batch", "setting", "lr", "date") if name in line},
-        "methods": methods,
-        "returned": returned,
-        "steps": config["steps"],
-        "ended": line["train"][-1][0] if line["train"] else None,
-        "start": line["train"][0][1] if line["train"] else None,
-    }

@@ -2,19 +2,22 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.lm.loop import Evaluation, Step
 from paceline.runs.display import Pace
-from paceline.runs.run import Notice, Started, is_finished
+from paceline.runs.run import Notice, Started
 from paceline.runs.terminal import printable
-from paceline.studies.engine import Message
+from paceline.studies.engine import Message, is_done
 from paceline.studies.pool import Ended
-from paceline.studies.runs import Named, folder_of
+from paceline.studies.runs import Named
 from paceline.studies.runs import text as text_of
+
+_ORDER = ("running", "failed", "refused", "diverged", "done", "stopped", "waiting")
+"""States of runs, in the order of the screen."""
 
 
 class Row:
@@ -22,7 +25,7 @@ class Row:
 
     def __init__(self, one: Named, folder: Path, label: Sequence[str]) -> None:
         self.label, self.pace = label, Pace()
-        self.state = "done" if is_finished(folder_of(folder, one.name)) else "waiting"
+        self.state = "done" if is_done(folder, one.name) else "waiting"
         self.step, self.steps = 0, one.run.steps or 0
         self.losses: dict[str, float] = {}
 
@@ -31,106 +34,94 @@ class Row:
         match event:
             case Ended(how=how):
                 self.state = "done" if how == "finished" else how
+                return
             case Started(step=step, steps=steps):
                 self.state, self.step, self.steps = "running", step, steps
             case Step(step=step):
                 self.step = step
             case Evaluation(losses=losses):
                 self.losses = dict(next(iter(losses.values())))
-        if not isinstance(event, Ended):
-            self.pace.take(event)
+        self.pace.take(event)
 
-    def average(self) -> float | None:
-        """The lowest loss of an average that it keeps."""
-        return min((loss for name, loss in self.losses.items() if name != "live"), default=None)
+    def share(self) -> float:
+        """Return the part of the run that is behind it."""
+        return self.step / max(self.steps, 1) if self.state in ("running", "waiting") else 1.0
 
-    def seconds_left(self) -> float | None:
-        """To its end, by the speed so far."""
-        return None if self.state != "running" else self.pace.seconds_left()
+    def cells(self) -> list[str]:
+        """Return the row of a table."""
+        averages = [loss for name, loss in self.losses.items() if name != "live"]
+        running = self.state == "running"
+        speed, left = (self.pace.tokens_per_second(), self.pace.seconds_left()) if running else (0, None)
+        bar = "█" * round(10 * self.share()) + "░" * (10 - round(10 * self.share()))
+        return [
+            *map(printable, self.label),
+            f"{bar} {self.step}/{self.steps}" if running else self.state,
+            f"{self.losses['live']:.4f}" if "live" in self.losses else "",
+            f"{min(averages):.4f}" if averages else "",
+            f"{speed:,.0f}" if speed else "",
+            "" if left is None else f"{left:.0f} s",
+        ]
 
 
 class Rows:
-    """All of them by name, and how long all take, if that is known."""
+    """All runs by name, and how much of them is done."""
 
-    def __init__(
-        self,
-        runs: Sequence[Named],
-        folder: Path,
-        seconds: float | None = None,
-        by: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, runs: Sequence[Named], folder: Path, by: Sequence[str] | None = None) -> None:
         by = tuple(runs[0].tags) if by is None else by
-        self.titles, self.seconds, self.began = tuple(by) or ("run",), seconds, time.monotonic()
+        self.titles, self._began = tuple(by) or ("run",), time.monotonic()
         labels = {one.name: [text_of(one.tags[tag]) for tag in by] or [one.name] for one in runs}
         self.by_name = {one.name: Row(one, folder, labels[one.name]) for one in runs}
-        self._work_before = self._work()
+        self._share_before = self._share()
 
-    def take(self, message: Message) -> Row | None:
-        """Hand an event to the row of its run, which is returned."""
-        if message is None:
-            return None
-        row = self.by_name[message[0].name]
-        row.take(message[1])
-        return row
+    def _share(self) -> float:
+        return sum(row.share() for row in self.by_name.values()) / len(self.by_name)
 
-    def _work(self) -> float:
-        """Runs done so far, with parts of runs."""
-        ended = ("done", "diverged", "failed", "refused", "stopped")
-        rows = self.by_name.values()
-        return sum(1.0 if row.state in ended else row.step / max(row.steps, 1) for row in rows)
+    def take(self, message: Message) -> None:
+        """Hand an event to the row of its run."""
+        if message is not None:
+            self.by_name[message[0].name].take(message[1])
 
-    def name(self, row: Row) -> str:
-        """A run in words."""
-        return ", ".join(f"{title} {text}" for title, text in zip(self.titles, row.label, strict=True))
-
-    def minutes_left(self) -> float | None:
-        """Of everything: as was planned at first, then by what was done since; None if nobody knows."""
-        done = self._work()
-        share = (done - self._work_before) / max(len(self.by_name) - self._work_before, 1e-9)
-        elapsed = time.monotonic() - self.began
-        if share < 0.03:
-            left = 1 - self._work_before / len(self.by_name)
-            return None if self.seconds is None else max(0.0, self.seconds * left - elapsed) / 60
-        return elapsed * (1 / share - 1) / 60
+    def name(self, one: Named) -> str:
+        """Return a run in words."""
+        labels = zip(self.titles, self.by_name[one.name].label, strict=True)
+        return ", ".join(f"{title} {text}" for title, text in labels)
 
     def counts(self) -> str:
-        """How many are done."""
+        """Return how many runs are done, and the time that the others take at the speed so far."""
         done = sum(row.state in ("done", "diverged") for row in self.by_name.values())
-        minutes = self.minutes_left()
-        left = "" if minutes is None else f", about {minutes:.0f} min left"
+        now, elapsed = self._share(), time.monotonic() - self._began
+        left = ""
+        if now - self._share_before > 0.03:
+            minutes = elapsed * (1 - now) / (now - self._share_before) / 60
+            left = f", about {minutes:.0f} min left"
         return f"{done} of {len(self.by_name)} runs done{left}"
-
-
-class Screen(Protocol):
-    """Shows events."""
-
-    def take(self, message: Message) -> None: ...
 
 
 class Lines:
     """A line for each run that ends, and one on the whole now and then."""
 
-    def __init__(self, rows: Rows, stream: Any, seconds: float = 30.0) -> None:
-        self._rows, self._stream, self._seconds = rows, stream, seconds
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
         self._say(rows.counts())
 
     def take(self, message: Message) -> None:
         """Say it, if it is worth a line."""
-        row = self._rows.take(message)
+        self._rows.take(message)
         match message:
-            case (_, Ended(how=how, text=text)) if row is not None:
-                ended = ", ".join(f"{name} {loss:.4f}" for name, loss in row.losses.items())
-                # Of one that was stopped after its last evaluation no losses are told.
+            case (one, Ended(how=how, text=text)):
+                losses = self._rows.by_name[one.name].losses
+                ended = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+                # A run that was stopped after its last evaluation has no losses here.
                 said = (ended or how) if how == "finished" else f"{how}: {text}"
-                self._say(f"{self._rows.name(row)}: {said} ({self._rows.counts()})")
+                self._say(f"{self._rows.name(one)}: {said} ({self._rows.counts()})")
             case (_, Notice(text=text)):
                 self._say(text)
-            case _ if time.monotonic() - self._spoke > self._seconds:
+            case _ if time.monotonic() - self._spoke > 30:
                 self._say(self._rows.counts())
 
     def _say(self, text: str) -> None:
         self._spoke = time.monotonic()
-        print(printable(text), file=self._stream, flush=True)
+        print(printable(text), file=sys.stdout, flush=True)
 
 
 class Live:
@@ -145,28 +136,21 @@ class Live:
         self._rows.take(message)
         match message:
             case (_, Notice(text=text)):
-                self._live.console.print(printable(text), highlight=False, markup=False)
+                self._print(text)
             case (one, Ended(how="failed" | "refused" | "diverged" as how, text=text)):
-                said = printable(f"{one.name} {how}: {text}")
-                self._live.console.print(said, highlight=False, markup=False)
+                self._print(f"{one.name} {how}: {text}")
         if time.monotonic() - self._drawn > 0.25 or (message and isinstance(message[1], Ended)):
             self._drawn = time.monotonic()
             self._live.update(self.draw(), refresh=True)
 
+    def _print(self, text: str) -> None:
+        self._live.console.print(printable(text), highlight=False, markup=False)
+
     def draw(self) -> Any:
-        """The rows that fit the screen: what runs first, then what waits or is done."""
+        """Return the rows that fit the screen: what runs first, then what waits or is done."""
         from rich.table import Table as RichTable
 
-        order = {
-            "running": 0,
-            "failed": 1,
-            "refused": 1,
-            "diverged": 1,
-            "done": 2,
-            "stopped": 2,
-            "waiting": 3,
-        }
-        rows = sorted(self._rows.by_name.values(), key=lambda row: order[row.state])
+        rows = sorted(self._rows.by_name.values(), key=lambda row: _ORDER.index(row.state))
         room = max(3, self._live.console.height - 5)
         table = RichTable(box=None, pad_edge=False, caption=self._rows.counts(), caption_justify="left")
         for title in (*map(printable, self._rows.titles), "progress"):
@@ -174,49 +158,30 @@ class Live:
         for title in ("live", "average", "tokens/s", "left"):
             table.add_column(title, justify="right", no_wrap=True)
         for row in rows[:room]:
-            table.add_row(*_cells(row), style="dim" if row.state in ("waiting", "done") else "")
+            table.add_row(*row.cells(), style="dim" if row.state in ("waiting", "done") else "")
         if len(rows) > room:
             table.add_row(f"… {len(rows) - room} more", style="dim")
         return table
 
 
-def _cells(row: Row) -> list[str]:
-    average, left = row.average(), row.seconds_left()
-    share = row.step / max(row.steps, 1)
-    bar = "█" * round(10 * share) + "░" * (10 - round(10 * share))
-    live = row.losses.get("live")
-    speed = row.pace.tokens_per_second() if row.state == "running" else 0.0
-    return [
-        *map(printable, row.label),
-        f"{bar} {row.step}/{row.steps}" if row.state == "running" else row.state,
-        "" if live is None else f"{live:.4f}",
-        "" if average is None else f"{average:.4f}",
-        f"{speed:,.0f}" if speed else "",
-        "" if left is None else f"{left:.0f} s",
-    ]
-
-
-@contextmanager
 def shown(
-    runs: Sequence[Named],
-    folder: Path,
-    seconds: float | None = None,
-    by: Sequence[str] | None = None,
-) -> Iterator[Screen]:
-    """Show runs while they are done: a table that moves on a terminal, lines anywhere else.
+    messages: Iterable[Message], runs: Sequence[Named], folder: Path, by: Sequence[str] | None = None
+) -> Iterator[Message]:
+    """Yield what happens to runs, and show it: a table that moves on a terminal, lines anywhere else.
 
     Arguments:
-        runs: those of a study.
+        messages: those of the engine.
+        runs: those of the study.
         folder: that of the study.
-        seconds: how long all of them take, if that is known.
-        by: the tags that tell them apart. None: all; without any, runs go by their names.
+        by: the tags that tell runs apart. None: all; without any, runs go by their names.
     """
     from rich.console import Console
     from rich.live import Live as RichLive
 
-    rows, console = Rows(runs, folder, seconds, by), Console()
-    if not console.is_terminal:
-        yield Lines(rows, sys.stdout)
-        return
-    with RichLive(console=console, auto_refresh=False, transient=True) as live:
-        yield Live(rows, live)
+    rows, console = Rows(runs, folder, by), Console()
+    moving = RichLive(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+    with moving or nullcontext():
+        screen = Live(rows, moving) if moving else Lines(rows)
+        for message in messages:
+            screen.take(message)
+            yield message

@@ -5,21 +5,23 @@ All text and all charts are in it, so it can be read without scripts. Names come
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 from string import Template
-from typing import final
+from typing import TypeVar, final
 from urllib.parse import quote
 
 from paceline.lm.files import write_atomically
-from paceline.studies.looks import look
+from paceline.studies.looks import COLOURS, GRID, INK, RULE, SOFT, look
 from paceline.studies.panels import Chart
-from paceline.studies.plots import Sheet, draw
-from paceline.studies.svg import css, svg
+from paceline.studies.plots import Plot, Sheet, check_installed, draw, draw_plot, style
 from paceline.studies.text import Listing
+
+T = TypeVar("T")
 
 
 @final
@@ -51,7 +53,7 @@ def write(page: Page, folder: Path) -> Path:
         write_atomically(folder / f"{_file(chart)}.csv", _encoded(_numbers(chart).csv()))
     target = folder / "report.html"
     write_atomically(target, _encoded(html(page)))
-    for chart in page.charts:
+    for chart in tracked(page.charts, "drawing pictures"):
         title = chart.plot.title if chart.lr is None else f"{chart.plot.title}, lr {chart.lr:g}"
         # The endings are appended by hand: a rate in the name has a dot.
         draw(
@@ -79,8 +81,22 @@ def _numbers(chart: Chart) -> Listing:
 
 
 def _encoded(text: str) -> bytes:
-    # A file name may hold bytes that are no text. They would keep it from being written.
-    return text.encode("utf-8", "backslashreplace")
+    # Names may hold what a terminal obeys, or halves of characters, which cannot be written.
+    return re.sub(r"[^\n -~]", _escaped, text).encode()
+
+
+def _escaped(found: "re.Match[str]") -> str:
+    sign = found[0]
+    return sign if sign.isprintable() else sign.encode("unicode_escape").decode()
+
+
+def tracked(things: Sequence[T], words: str) -> Iterable[T]:
+    """Return things one by one; on a terminal a bar says how many are left."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(things, words, console=console, transient=True, disable=not console.is_terminal)
 
 
 # --- HTML -----------------------------------------------------------------------------------------------
@@ -97,7 +113,7 @@ def html(page: Page) -> str:
         first="".join(_table(table, page.methods) for table in page.tables[:1]),
         methods=_methods(page.methods),
         choices=_choices(page),
-        charts="".join(_figure(chart) for chart in page.charts),
+        charts="".join(_figure(chart) for chart in tracked(page.charts, "drawing the page")),
         tables="".join(_table(table, page.methods) for table in page.tables[1:]),
         css=css() + _part("page.css") + _off(len(page.methods)),
         js=_part("page.js"),
@@ -136,11 +152,11 @@ def _methods(methods: tuple[str, ...]) -> str:
 
 def _sample(number: int) -> str:
     """Return a short piece of the line of a method."""
-    style = look(number)
-    dashes = " ".join(f"{2.5 * length:g}" for length in style.dashes)
+    shown = look(number)
+    dashes = " ".join(f"{2.5 * length:g}" for length in shown.dashes)
     return (
         '<svg class="sample" width="34" height="10" aria-hidden="true"><line x1="1" x2="33" y1="5" y2="5" '
-        f'style="stroke:var({style.variable});stroke-width:2.5" stroke-dasharray="{dashes}"/></svg>'
+        f'style="stroke:var({shown.variable});stroke-width:2.5" stroke-dasharray="{dashes}"/></svg>'
     )
 
 
@@ -180,3 +196,67 @@ def _figure(chart: Chart) -> str:
         f'<p class="caption">{escape(chart.caption)}</p></figcaption>{svg(chart.plot, key)}'
         f'<p class="files">{links}</p></figure>'
     )
+
+
+# --- Charts as SVG --------------------------------------------------------------------------------------
+
+_INKS = {
+    "ink": (INK, "#e6e6e3"),
+    "soft": (SOFT, "#a2a6ad"),
+    "rule": (RULE, "#4a4f57"),
+    "grid": (GRID, "#282b30"),
+}
+_VARIABLES = _INKS | {f"c{number}": pair for number, pair in enumerate(COLOURS)}
+
+
+def css() -> str:
+    """Return the colours of elements as CSS variables; dark ones are for screens, as paper is white."""
+    light = "".join(f"--{name}:{on_light};" for name, (on_light, _) in _VARIABLES.items())
+    dark = "".join(f"--{name}:{on_dark};" for name, (_, on_dark) in _VARIABLES.items())
+    return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+
+
+def svg(plot: Plot, key: str, size: tuple[float, float] = (4.8, 3.1)) -> str:
+    """Return a plot without title and legend as an SVG element for a page.
+
+    Elements of a method have the class `m{number}` and a `<title>` with what they show. Colours are the
+    variables of `css()`. `key` differs between plots of a page.
+    """
+    check_installed()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with style(), rc_context({"svg.hashsalt": key}):
+        figure = Figure(figsize=size, layout="constrained")
+        figure.patch.set_visible(False)
+        axes = figure.add_subplot()
+        axes.patch.set_visible(False)
+        draw_plot(axes, replace(plot, title="", own_legend=False))
+        text = StringIO()
+        figure.savefig(
+            text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
+    drawn = text.getvalue()
+    drawn = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", drawn, flags=re.S)
+    drawn = re.sub(r"\s*\n\s*", " ", drawn[drawn.index("<svg") :])
+    drawn = re.sub(r' (d|x|y|transform)="[^"]*"', _rounded, drawn)
+    drawn = re.sub(r" font-family: [^;]*;", "", drawn)  # that of the page
+    name = escape(f"{plot.y_label} against {plot.x_label}")
+    drawn = re.sub(
+        r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", r'<svg role="img" aria-label="{}" \1>', drawn, count=1
+    )
+    drawn = drawn.replace("{}", name, 1)
+    drawn = re.sub(r'<g id="m(\d+)-([0-9a-f]*)">', _with_title, drawn)
+    drawn = re.sub(r'<g id="[^"]*">', "<g>", drawn)  # names that several plots of a page would share
+    for name, (colour, _) in _VARIABLES.items():
+        drawn = drawn.replace(colour, f"var(--{name})")
+    return drawn
+
+
+def _rounded(found: "re.Match[str]") -> str:
+    return re.sub(r"(\.\d\d)\d+", r"\1", found[0])
+
+
+def _with_title(found: "re.Match[str]") -> str:
+    words = escape(bytes.fromhex(found[2]).decode())
+    return f'<g class="m{found[1]}"><title>{words}</title>'

@@ -5,7 +5,6 @@ A plan is kept in its folder, so that the same command resumes the same runs.
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -25,11 +24,12 @@ from paceline.runs.config import ConfigError, Run, as_mapping, name_of
 from paceline.runs.methods import MissingPackageError, check_methods, control_of
 from paceline.runs.run import Notice
 from paceline.studies import pool
+from paceline.studies.engine import AT_ONCE, count_cores
 from paceline.studies.runs import Named, read_plan
 
 EVALUATIONS = 20
+_BUDGETS = ("steps", "tokens", "epochs", "chinchilla")
 PASSES = 16  # over the data: more of the same text teaches next to nothing
-AT_ONCE = 4
 START_SECONDS = 6.0  # of a run, before its first step and after its last
 STEPS = 300
 
@@ -78,17 +78,7 @@ class Request:
     @property
     def is_demonstration(self) -> bool:
         """Whether it leaves open what to train on what, and how long."""
-        given = {
-            "data",
-            "model",
-            "tokenizer",
-            "length",
-            "batch_size",
-            "tokens",
-            "epochs",
-            "chinchilla",
-            "task",
-        }
+        given = {"data", "model", "task", "tokenizer", "length", "batch_size", *_BUDGETS} - {"steps"}
         return self.seconds is None and not given & self.settings.keys()
 
     def as_mapping(self) -> dict[str, Any]:
@@ -146,9 +136,9 @@ class Checked:
 def check(request: Request) -> Checked:
     """Check what can be known without building anything; raise ConfigError for a mistake."""
     settings = (DEMONSTRATION if request.is_demonstration else {}) | dict(request.settings)
-    budgets = [n for n in ("steps", "tokens", "epochs", "chinchilla") if settings.get(n) is not None]
+    budgets = [name for name in _BUDGETS if settings.get(name) is not None]
     if request.seconds is not None and budgets:
-        raise ConfigError(f"give one of time, steps, tokens, epochs, chinchilla; time and {budgets[0]} given")
+        raise ConfigError(f"give one of time, {', '.join(_BUDGETS)}; time and {budgets[0]} given")
     base = config.make(settings if budgets else settings | {"steps": STEPS})
     found, missing, given = [], {}, tuple(request.settings)
     for text in request.methods:
@@ -191,7 +181,10 @@ def make_plan(checked: Checked, folder: Path, tell: Callable[[str], None]) -> Pl
     """Return what was planned in this folder before; or try the model for a few steps, and keep a plan."""
     request, before = checked.request, read_plan(folder)
     if before is not None and before["request"] == request.as_mapping():
-        trial = Trial(**before["trial"])
+        try:
+            trial = Trial(**before["trial"])
+        except TypeError as error:
+            raise ConfigError(f"{folder / 'plan.json'}: {error}; move it away") from None
         jobs, threads, steps = before["jobs"], before["threads"], before["steps"]
     else:
         trial, jobs, threads, steps = _measured(checked, tell)
@@ -221,7 +214,7 @@ def make_plan(checked: Checked, folder: Path, tell: Callable[[str], None]) -> Pl
 def _measured(checked: Checked, tell: Callable[[str], None]) -> tuple[Trial, int, int, int]:
     """Return a trial of the heaviest run, how many fit in parallel, threads of each, and steps of each."""
     request, count = checked.request, checked.count
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = count_cores()
     jobs = min(request.jobs or min(cores, AT_ONCE), count)
     heaviest = max(checked.variants, key=lambda run: len(run.averages))
     tell(f"trying {heaviest.model} for a few steps")

@@ -8,13 +8,15 @@
 The folder of a study has one folder a run: FOLDER/runs/NAME.
 """
 
+import argparse
 import itertools
-import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.lm.files import Damaged, read_json
 from paceline.runs import config, records
 from paceline.runs.config import NO_OTHER_RUN, ConfigError, Run, as_mapping, mark_of, name_of
 
@@ -41,27 +43,64 @@ def folder_of(study: Path, name: str) -> Path:
     return study / "runs" / name
 
 
+_PLANNED = {"request": dict, "steps": int, "jobs": int, "threads": int, "trial": dict}
+_PLANNED |= {"missing": dict, "runs": list}
+"""What `plan.json` holds (studies/plan.py)."""
+_WORDS = {dict: "an object", int: "a whole number", list: "a list"}
+
+
 def read_plan(study: Path) -> dict[str, Any] | None:
     """Return what a comparison has planned in its folder; None without a plan."""
     path = study / "plan.json"
+    if not path.exists():
+        return None
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-    except ValueError as error:
-        raise ConfigError(f"cannot read {path}: {error}; move it away to have it planned again") from None
+        found = read_json(path)
+        for name, kind in _PLANNED.items():
+            if not isinstance(found.get(name), kind):
+                raise Damaged(f"{path}: {name} is {str(found.get(name))[:80]!r}; allowed: {_WORDS[kind]}")
+        if not all(isinstance(name, str) and name == Path(name).name for name in found["runs"]):
+            raise Damaged(f"{path}: runs are {str(found['runs'])[:80]}; allowed: names of folders")
+    except Damaged as error:
+        raise ConfigError(f"{error}; move it away to have it planned again") from None
+    return found
 
 
 def refuse_others(runs: Iterable[Named], study: Path) -> None:
     """Raise ConfigError for other runs under these names, such as copied or renamed folders."""
     for one in runs:
         folder, now = folder_of(study, one.name), as_mapping(one.run)
-        lines = records.read(folder / "records.jsonl") if (folder / "records.jsonl").exists() else iter(())
-        before: dict[str, Any] = next(lines, {"config": {}})["config"]
+        place = folder / "records.jsonl"
+        try:
+            lines = records.read(place) if place.exists() else iter(())
+            before: dict[str, Any] = dict(next(lines, {"config": {}})["config"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{place}, line 1 is no record of a run: {error!r}") from None
         decisive = before.keys() & now.keys() - NO_OTHER_RUN - ROUNDING
         if changed := [
             f"{k}: {before[k]!r}, now {now[k]!r}" for k in sorted(decisive) if before[k] != now[k]
         ]:
             said = f"{folder} holds a run with other settings ({'; '.join(changed)})"
             raise ConfigError(f"{said}; move it away, or give those again, or another --out")
+
+
+# --- Flags --------------------------------------------------------------------------------------------
+
+
+def count(word: str) -> int:
+    """Return the number of things that a flag asks for."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", word):
+        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: a whole number, 1 or more")
+    return int(word)
+
+
+def rate(word: str) -> float:
+    """Return a learning rate of several that stand after their flag."""
+    try:
+        return float(word)
+    except ValueError:
+        said = f"{word[:80]!r}; allowed: numbers with spaces between them, such as 1e-3 2e-3"
+        raise argparse.ArgumentTypeError(said) from None
 
 
 # --- Combinations -------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@
 """
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from paceline.runs import config, flags
 from paceline.runs.config import ConfigError, Run, nearest
 from paceline.runs.terminal import Command, say, warn
 from paceline.studies.lines import Finished, write
-from paceline.studies.runs import SEVERAL, Named, folder_of, grid, read, refuse_others, text
+from paceline.studies.runs import SEVERAL, Named, count, folder_of, grid, rate, read, refuse_others, text
 from paceline.studies.table import Mean
 from paceline.studies.text import Listing
 
@@ -60,8 +59,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings, seeds, grid and cells in TOML")
     for name, metavar in zip(SEVERAL, ("METHOD", "X"), strict=True):
         text = f"one or several. {config.documentation()[name]}".replace("%", "%%")
-        parser.add_argument(f"--{name}", nargs="+", default=argparse.SUPPRESS, metavar=metavar, help=text)
-    parser.add_argument("--seeds", type=_count, metavar="N", help="how many seeds of each run [1]")
+        kind = rate if name == "lr" else str
+        parser.add_argument(
+            f"--{name}", nargs="+", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text
+        )
+    parser.add_argument("--seeds", type=count, metavar="N", help="seeds per setting [1]")
     parser.add_argument(
         "--seed",
         nargs="+",
@@ -88,13 +90,13 @@ def add_engine(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs, and do none")
     parser.add_argument(
-        "--jobs", type=_count, metavar="N", help="runs in parallel [one a GPU; on CPUs one a core, up to 4]"
+        "--jobs", type=count, metavar="N", help="runs in parallel [one a GPU; on CPUs one a core, up to 4]"
     )
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="[local: this machine]")
     parser.add_argument(
         "--ray-address", metavar="HOST:PORT", help="[RAY_ADDRESS, or the cluster here, or a new one]"
     )
-    parser.add_argument("--cpus-per-run", type=_count, metavar="N", help="[all cores are shared; ray: 1]")
+    parser.add_argument("--cpus-per-run", type=count, metavar="N", help="[all cores are shared; ray: 1]")
     parser.add_argument(
         "--gpus-per-run", type=_part, metavar="X", help="ray: e.g. 0.25, four a GPU [1 if any]"
     )
@@ -106,12 +108,6 @@ def add_engine(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         help="end a run whose smoothed training loss was that far above its first for a tenth of the run [1]",
     )
     parser.add_argument("--keep-models", action="store_true", help="keep the last checkpoints of every run")
-
-
-def _count(word: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", word):
-        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: a whole number, 1 or more")
-    return int(word)
 
 
 def _nats(word: str) -> float | None:
@@ -206,28 +202,27 @@ def perform(
         show: says what came out; without it, a table, best first.
     """
     refuse_others(runs, options.out)
-    workers = _workers(options, [one.run for one in runs])  # mistakes show before torch is imported
+    _check_engine(options)  # mistakes show before torch is imported
     from paceline.studies import live
     from paceline.studies.engine import do, held
 
     if options.dry_run:
         return _list(runs, options.out, by)
-    made = workers()  # a cluster that is not there is said before anything is written
+    # A cluster that is not there is said before anything is written.
+    workers = _workers(options, [one.run for one in runs])
     with held(options.out):
         results = Results(options.out, runs)
         results.write()
         events = do(
             runs,
             options.out,
-            made,
+            workers,
             margin=options.stop_diverged,
             keep_models=options.keep_models,
             later=later,
         )
-        with live.shown(runs, options.out, by=by) as screen:
-            for message in events:
-                results.take(message)
-                screen.take(message)
+        for message in live.shown(events, runs, options.out, by):
+            results.take(message)
     say("")
     if show is None:
         _show(results.table(by))
@@ -239,32 +234,30 @@ def perform(
     return 1 if results.failed else 0
 
 
-def _workers(options: argparse.Namespace, runs: Sequence[Run]) -> "Callable[[], Workers]":
-    if options.engine == "local":
-        for flag in ("ray_address", "gpus_per_run"):
-            if getattr(options, flag) is not None:
-                name = flag.replace("_", "-")
-                raise ConfigError(f"--{name} is for --engine ray; here --jobs says how many share a GPU")
+def _check_engine(options: argparse.Namespace) -> None:
+    for flag in ("ray_address", "gpus_per_run"):
+        if options.engine == "local" and getattr(options, flag) is not None:
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} is for --engine ray; here --jobs says how many share a GPU")
 
-    def make() -> "Workers":
+
+def _workers(options: argparse.Namespace, runs: Sequence[Run]) -> "Workers":
+    if options.engine == "local":
         from paceline.studies import engine
 
-        if options.engine == "local":
-            return engine.local(runs, options.jobs, options.cpus_per_run)
-        from paceline.studies import cluster
+        return engine.local(runs, options.jobs, options.cpus_per_run)
+    from paceline.studies import cluster
 
-        return cluster.workers(
-            options.ray_address, jobs=options.jobs, cpus=options.cpus_per_run or 1, gpus=options.gpus_per_run
-        )
-
-    return make
+    return cluster.workers(
+        options.ray_address, jobs=options.jobs, cpus=options.cpus_per_run or 1, gpus=options.gpus_per_run
+    )
 
 
 def _list(runs: Sequence[Named], folder: Path, by: Sequence[str]) -> int:
     """Show every run, with its steps and tokens."""
-    from paceline.runs.run import is_finished
+    from paceline.studies.engine import is_done
 
-    done = [is_finished(folder_of(folder, one.name)) for one in runs]
+    done = [is_done(folder, one.name) for one in runs]
     continued = ["continues"] if any(one.run.fork for one in runs) else []
     rows = tuple(
         (
@@ -309,12 +302,15 @@ class Results:
     """What is known of runs that have ended: on the disk, and from the engine."""
 
     def __init__(self, folder: Path, runs: Sequence[Named]) -> None:
+        from paceline.studies.engine import is_done
+
         self.path, self._folder, self._runs = folder / "results.jsonl", folder, runs
         self.failed: dict[str, str] = {}
         """Runs that could not be done, and why."""
         self._given_up = set[str]()  # diverged in the part that they have in common with another run
-        found = [Finished.of_folder(folder_of(folder, one.name), one.tags) for one in runs]
-        self._finished = {run.name: run for run in found if run is not None and run.is_ended}
+        done = (one for one in runs if is_done(folder, one.name))
+        found = [Finished.of_folder(folder_of(folder, one.name), one.tags) for one in done]
+        self._finished = {run.name: run for run in found if run is not None}
         # Lines of another sweep into this folder, or of runs whose folders are gone, may be all that is left.
         self._before = Finished.read([self.path]) if self.path.exists() else {}
 

@@ -1,4 +1,4 @@
-"""Rows of finished runs, and means over them: choose by tags, take the best, compare seed by seed."""
+"""Rows of finished runs, and means over them: choose by tags, take the best."""
 
 import math
 import statistics
@@ -101,11 +101,6 @@ class Table:
         means = [(mean.value, i) for i, group in enumerate(groups) if (mean := group.mean())
                  and mean.n == most]  # fmt: skip
         return list(groups)[min(means)[1]] if means else None
-
-    def over(self, other: "Table") -> Mean | None:
-        """Return the mean of the difference to another table, over the seeds that ended in both."""
-        pairs = ((loss, other.losses.get(seed)) for seed, loss in self.losses.items())
-        return Mean.of(own - rival for own, rival in pairs if own is not None and rival is not None)
 
     def differences(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """Return in what the runs differ that forbids a comparison, and what is only to be named."""
