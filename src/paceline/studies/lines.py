@@ -83,12 +83,9 @@ class Finished:
     @classmethod
     def of_folder(cls, folder: Path, tags: Mapping[str, Any] | None = None) -> "Finished | None":
         """Return the run in a folder, as far as it is; None if it has not written anything."""
-        place = folder / "records.jsonl"
+        place, times = folder / "records.jsonl", records.times_of(folder)
         lines = list(records.read(place)) if place.exists() else []
-        if not lines:
-            return None
-        timing = folder / "timing.jsonl"
-        return _of_records(folder.name, lines, list(records.read(timing)) if timing.exists() else [], tags)
+        return _of_records(folder.name, lines, times, tags) if lines else None
 
     @classmethod
     def of_line(cls, line: Any, where: str = "line") -> "Finished":
