@@ -16,8 +16,8 @@ from tiny import write_text
 from paceline.lm.files import BusyError, locked
 from paceline.lm.loop import Step
 from paceline.runs.config import ConfigError, Run
-from paceline.runs.records import is_finished, read
-from paceline.runs.run import DivergedError, execute, has_checkpoint
+from paceline.runs.records import read
+from paceline.runs.run import DivergedError, execute, has_checkpoint, is_finished
 from paceline.studies.engine import Divergence, do, held
 from paceline.studies.live import Lines, Rows
 from paceline.studies.pool import Ended, do_all

@@ -14,7 +14,8 @@ from tiny import write_text
 
 from paceline.cli import main
 from paceline.runs.config import Run
-from paceline.runs.records import is_finished, read
+from paceline.runs.records import read
+from paceline.runs.run import is_finished
 from paceline.studies.lines import Finished, write
 from paceline.studies.pool import Ended
 from paceline.studies.runs import Named

@@ -127,6 +127,11 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def whole_lines(path: Path) -> int:
+    """Return how many bytes of a file are whole lines; 0 if it does not exist."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+
+
 def times_of(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's `timing.jsonl`, none if there is no such file.
 
@@ -135,25 +140,10 @@ def times_of(folder: Path) -> list[dict[str, Any]]:
     """
     timing, path = folder / "timing.jsonl", folder / "records.jsonl"
     lines = list(read(timing)) if timing.exists() else []
-    if lines and lines[-1].get("kind") == "end" and (size := lines[-1].get("records")) is not None:
-        found = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
-        if found != size:
-            raise Damaged(
-                f"{path} has {found} bytes in whole lines, and should have {size}; "
-                f"to do this run again, move {folder} away"
-            )
+    end = lines[-1] if lines and lines[-1].get("kind") == "end" else {}
+    if "records" in end and (found := whole_lines(path)) != end["records"]:
+        raise Damaged(f"{path} has {found} bytes in whole lines; the run ended with {end['records']}")
     return lines
-
-
-def end_of(folder: Path) -> dict[str, Any] | None:
-    """Return when and how a run ended, finished or diverged; None if it has something left to do."""
-    lines = times_of(folder)
-    return lines[-1] if lines and lines[-1].get("kind") == "end" else None
-
-
-def is_finished(folder: Path) -> bool:
-    """Return whether a run has nothing left to do: it came to its end, or diverged."""
-    return end_of(folder) is not None
 
 
 def _checked(lines: Iterable[bytes], path: Path) -> Iterator[tuple[bytes, int]]:

@@ -135,6 +135,18 @@ def _look(folder: Path, run: Run) -> tuple[Path | None, list[str], int | None]:
     return found, problems, horizon
 
 
+def is_finished(folder: Path) -> bool:
+    """Return whether a run has nothing left to do: it came to its end, or diverged."""
+    return end_of(folder) is not None
+
+
+def end_of(folder: Path) -> dict[str, Any] | None:
+    """Return when and how a run ended, finished or diverged; None if it has something left to do."""
+    timing = folder / "timing.jsonl"
+    lines = list(records.read(timing)) if timing.exists() else []
+    return lines[-1] if lines and lines[-1].get("kind") == "end" else None
+
+
 def has_checkpoint(folder: Path, step: int) -> bool:
     """Return whether a run has a checkpoint of that step."""
     return step in dict(checkpoint.all_of(folder / "checkpoints"))

@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
 
 def announcement(plan: "Plan", folder: Path) -> Iterator[str]:
     """Yield what was chosen, and what it will take."""
-    from paceline.runs.records import is_finished
+    from paceline.runs.run import is_finished
 
     one, count = plan.runs[0].run, len(plan.runs)
     left = sum(not is_finished(folder_of(folder, named.name)) for named in plan.runs)

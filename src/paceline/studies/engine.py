@@ -22,8 +22,15 @@ from typing import Any, Literal
 from paceline.lm.files import BusyError, locked, remove_temporary
 from paceline.lm.loop import Step
 from paceline.runs.config import ConfigError, Run
-from paceline.runs.records import end_of, is_finished
-from paceline.runs.run import Event, Notice, drop_checkpoints, execute, has_checkpoint
+from paceline.runs.run import (
+    Event,
+    Notice,
+    drop_checkpoints,
+    end_of,
+    execute,
+    has_checkpoint,
+    is_finished,
+)
 from paceline.studies import pool
 from paceline.studies.pool import Ended, Target
 from paceline.studies.runs import Named, folder_of

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from paceline.lm.loop import Evaluation, Step
 from paceline.runs.display import Pace
-from paceline.runs.records import is_finished
-from paceline.runs.run import Notice, Started
+from paceline.runs.run import Notice, Started, is_finished
 from paceline.runs.terminal import printable
 from paceline.studies.engine import Message
 from paceline.studies.pool import Ended

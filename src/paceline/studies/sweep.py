@@ -262,7 +262,7 @@ def _workers(options: argparse.Namespace, runs: Sequence[Run]) -> "Callable[[], 
 
 def _list(runs: Sequence[Named], folder: Path, by: Sequence[str]) -> int:
     """Show every run, with its steps and tokens."""
-    from paceline.runs.records import is_finished
+    from paceline.runs.run import is_finished
 
     done = [is_finished(folder_of(folder, one.name)) for one in runs]
     continued = ["continues"] if any(one.run.fork for one in runs) else []
