@@ -568,7 +568,7 @@ def test_data_of_another_tokenizer_are_not_for_a_pretrained_model(room, tuned, t
 
 
 def test_ctrl_c_ends_a_real_command_and_the_same_one_goes_on(room, tmp_path):
-    words = [sys.executable, "-m", "paceline.cli", "train", "pretrain", "--out", tmp_path / "run"]
+    words = [sys.executable, "-m", "paceline", "train", "pretrain", "--out", tmp_path / "run"]
     words += ["--data", room / "text.txt", "--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", 16]
     words += [*COMMON, "--steps", "100000", "--checkpoint-every", "2"]
     command = [str(word) for word in words]
@@ -652,7 +652,7 @@ def test_runs_that_prepare_the_same_data_at_once_wait_for_each_other(tmp_path, m
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     write_text(tmp_path / "text.txt", paragraphs=4000)
     words = ["--data", tmp_path / "text.txt", "--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", 16]
-    command = [sys.executable, "-m", "paceline.cli", "train", "pretrain", *words, *COMMON, "--out"]
+    command = [sys.executable, "-m", "paceline", "train", "pretrain", *words, *COMMON, "--out"]
     runs = [
         subprocess.Popen([str(w) for w in (*command, tmp_path / name)], stderr=subprocess.PIPE, text=True)
         for name in "ab"

@@ -312,7 +312,7 @@ def three_runs(room, out):
 def start(room, out):
     """The command, as a process with a group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli", *three_runs(room, out)],
+        [sys.executable, "-m", "paceline", *three_runs(room, out)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -288,7 +288,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is tuple:
         items = value if isinstance(value, list | tuple) else [value]
         count = get_args(kind)[0] is int
-        made = [_count(item) if count else item if isinstance(item, str) else None for item in items]
+        made = [_count(item) if count else _text(item) for item in items]
         if None in made or (not count and not isinstance(value, list | tuple | str)):
             allowed = "whole numbers" if count else "texts"
             raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: a list of {allowed}")
@@ -306,7 +306,7 @@ def _flag(value: Any) -> bool | None:
 
 
 def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
+    return value if isinstance(value, str) and value and "\0" not in value else None
 
 
 def _number(value: Any) -> float | None:

@@ -118,7 +118,6 @@ def execute(
 def _look(folder: Path, run: Run) -> tuple[Path | None, list[str], int | None]:
     """Return the checkpoint to continue, if there is any, what is wrong with newer ones, and the horizon."""
     checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(exist_ok=True)
     for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
         remove_temporary(place)
     found, problems = checkpoint.newest(checkpoints)
@@ -223,6 +222,7 @@ class _Running:
 
     def _open(self, keep: int, *, anew: bool) -> None:
         """Open the records, of which the first `keep` bytes are right."""
+        (self.folder / "checkpoints").mkdir(exist_ok=True)
         self.records = records.Writer(self.folder / "records.jsonl", keep)
         if self.watch is not None:  # it has to see every step
             for line in records.read(self.folder / "records.jsonl"):
