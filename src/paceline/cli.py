@@ -68,8 +68,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for before, word in pairwise(("", *arguments)):
         if re.fullmatch(r"(--[\w-]+=)?", word):
             raise ConfigError(f"{word.rstrip('=') or before or 'COMMAND'} has an empty value")
-        if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise ConfigError(f"{word[:80]!r} is not UTF-8")
     parser = _Parser(
         prog="paceline", description="Train for the model you return.", epilog=EXIT, allow_abbrev=False
     )

@@ -60,6 +60,8 @@ def _damage(place: Path, check: Callable[[], object]) -> Iterator[Damaged]:
         check()
     except Damaged as error:
         yield error
+    except FileNotFoundError as error:
+        yield Damaged(f"{error.filename or place} is missing")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         yield Damaged(f"{place}: {error!r}")
 
