@@ -120,14 +120,14 @@ def _pretrain(run: Run, tell: data.Tell) -> _Material:
     text = data.prepare_text(
         run.data, run.held_out, tokenizer, "gpt2" if run.model == "gpt2" else "bpe:2048", tell
     )
+    samples, held_out = (Windows(tokens, length=run.length) for tokens in (text.training, text.held_out))
     if model is None:
         model = _own(run, text.vocabulary.size)
     else:
         _check_fits(run, model, text.vocabulary.size)
-    windows = partial(Windows, length=run.length)
     return _Material(
-        samples=windows(text.training),
-        held_out=windows(text.held_out),
+        samples=samples,
+        held_out=held_out,
         model=model,
         save_tokenizer=text.vocabulary.save if saver is None else saver.save_pretrained,
         about={"tokens": text.training.count, "tokenizer": text.vocabulary.fingerprint},

@@ -43,7 +43,7 @@ def examine(folder: Path) -> tuple[list[str], bool]:
         raise ConfigError(f"{folder} is not a folder")
     found = list(_holds(folder))
     lines = [f"NOT whole: {item}" if isinstance(item, Damaged) else item for item in found]
-    return lines, not any(isinstance(item, Damaged) for item in found)
+    return list(dict.fromkeys(lines)), not any(isinstance(item, Damaged) for item in found)
 
 
 def _holds(folder: Path) -> Findings:
@@ -86,16 +86,15 @@ def _study(folder: Path) -> Findings:
 
 def _run(folder: Path) -> Findings:
     yield f"{folder}: a run"
-    path, lines = folder / "records.jsonl", list[dict[str, Any]]()
-    yield from _damage(path, lambda: lines.extend(records.read(path)))
+    path, tokenizer = folder / "records.jsonl", dict[str, Any]()
+    yield from _damage(path, lambda: [tokenizer.update(r.get("tokenizer", {})) for r in records.read(path)])
     yield from _damage(folder, lambda: records.times_of(folder))
-    if lines:
-        yield from _files(folder / "tokenizer", lines[0].get("tokenizer", {}))
     checkpoints = checkpoint.all_of(folder / "checkpoints")
     for _, place in checkpoints:
         yield from _checkpoint(place)
     if not checkpoints:
         yield "  no checkpoint"
+        yield from _files(folder / "tokenizer", tokenizer)
 
 
 def _checkpoint(folder: Path) -> Findings:
@@ -105,9 +104,12 @@ def _checkpoint(folder: Path) -> Findings:
     if damaged := [*_damage(folder / "manifest.json", files)] or [*_files(folder, files())]:
         yield from damaged
         return
-    said: list[str] = []
-    yield from _damage(folder, lambda: said.extend(_described(folder)))
-    yield from said
+    said = dict[str, Any]()
+    yield from _damage(
+        folder, lambda: said.update(lines=[*_described(folder)], **checkpoint.load_facts(folder))
+    )
+    yield from said.get("lines", ())
+    yield from _files(folder.parents[1] / "tokenizer", said.get("tokenizer", {}))
 
 
 def _described(folder: Path) -> Iterator[str]:
