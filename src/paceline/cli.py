@@ -24,7 +24,7 @@ COMMANDS: dict[str, Command] = {
     for command in module.COMMANDS
 }
 
-EXIT = "exit codes: 0 done, 1 failed at work, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM"
+EXIT = "exit codes: 0 done, 1 failed, 2 a mistake in what was asked for, 130 Ctrl-C"
 
 
 class _Parser(argparse.ArgumentParser):

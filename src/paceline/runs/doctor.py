@@ -104,12 +104,11 @@ def _checkpoint(folder: Path) -> Findings:
     if damaged := [*_damage(folder / "manifest.json", files)] or [*_files(folder, files())]:
         yield from damaged
         return
-    said = dict[str, Any]()
-    yield from _damage(
-        folder, lambda: said.update(lines=[*_described(folder)], **checkpoint.load_facts(folder))
-    )
-    yield from said.get("lines", ())
-    yield from _files(folder.parents[1] / "tokenizer", said.get("tokenizer", {}))
+    said: list[str] = []
+    yield from _damage(folder, lambda: said.extend([*_described(folder)]))
+    yield from said
+    if said:
+        yield from _files(folder.parents[1] / "tokenizer", checkpoint.load_facts(folder).get("tokenizer", {}))
 
 
 def _described(folder: Path) -> Iterator[str]:
