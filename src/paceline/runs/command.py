@@ -92,7 +92,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    text = "a run, a checkpoint or a model; without it, this machine"
+    text = "a run, study, checkpoint, model, cache or prepared data; without it, this machine"
     parser.add_argument("folder", type=Path, nargs="?", help=text)
 
 
