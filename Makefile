@@ -9,7 +9,7 @@
 #   make bench     time and memory of a step next to AdamW's, and the optimizer's share of a training step
 #   make test-all  make test, and what is too slow for every day (under 80 minutes on two cores); results go
 #                  to records/: the longest tests, 2,000 random sequences of operations,
-#                  1,000 kills of trainers, 20 of comparisons, a soak
+#                  1,000 kills of trainers, 20 of comparisons, 200 damaged files, a soak
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -58,6 +58,7 @@ test-all: test
 	PACELINE_SEQUENCES=2000 $(PYTEST) tests/optim/test_state_machine.py
 	$(BIN)/python tests/lm/kills.py --kills 1000 --jobs 2 --record records/$(TODAY)-kills.json
 	PACELINE_KILLS=20 $(PYTEST) -m long
+	$(BIN)/python tests/damages.py --damages 200 --record records/$(TODAY)-damages.json
 	$(BIN)/python tests/lm/soak.py --record records/$(TODAY)-soak.json
 
 clean:

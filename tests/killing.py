@@ -14,7 +14,7 @@ KILLS = int(os.environ.get("PACELINE_KILLS", "20"))
 def start(line: list[str], *code: str) -> subprocess.Popen[str]:
     """Return `paceline`, or other code, with these words, as a process with a group of its own."""
     return subprocess.Popen(
-        [sys.executable, *(code or ("-m", "paceline.cli")), *line],
+        [sys.executable, *(code or ("-m", "paceline")), *line],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

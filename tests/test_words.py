@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "paceline"
 CONFORMING = (
     "optim", "integrations", "control", "lm", "runs", "cli.py", "groups.py", "schedules.py", "cache.py",
-    "__init__.py",
+    "__init__.py", "__main__.py",
 )  # fmt: skip
 """Files and folders that follow the rules. `studies`, `paper` and the commands of others join soon."""
 

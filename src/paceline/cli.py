@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NoReturn
 
 from paceline.bench import command as bench
@@ -22,6 +23,8 @@ COMMANDS: dict[str, Command] = {
     for module in (compare, sweep, runs, bench, cost, theory, paper)
     for command in module.COMMANDS
 }
+
+EXIT = "exit codes: 0 done, 1 failed, 2 a mistake in what was asked for, 130 Ctrl-C"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,7 +65,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: the line cannot be read.
     """
-    parser = _Parser(prog="paceline", description="Train for the model you return.", allow_abbrev=False)
+    for before, word in pairwise(("", *arguments)):
+        if re.fullmatch(r"(--[\w-]+=)?", word):
+            raise ConfigError(f"{word.rstrip('=') or before or 'COMMAND'} has an empty value")
+    parser = _Parser(
+        prog="paceline", description="Train for the model you return.", epilog=EXIT, allow_abbrev=False
+    )
     parts = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     parsers = {}
     for command in COMMANDS.values():
@@ -113,7 +121,3 @@ def _fail(error: object, code: int) -> int:
             get_error_handler().record_exception(RuntimeError(text))
     warn(text)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

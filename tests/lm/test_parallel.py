@@ -250,7 +250,7 @@ def test_a_mistake_is_said_by_every_rank_and_nobody_hangs(tmp_path, words):
 def torchrun(folder, words, *options):
     """The command on two ranks, as a user starts it; all of them are gone afterwards."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
-    command += ["-m", "paceline.cli", *words, "--out", str(folder / "run")]
+    command += ["-m", "paceline", *words, "--out", str(folder / "run")]
     source = str(Path(__file__).parents[2] / "src")
     paths = os.pathsep.join(path for path in (source, os.environ.get("PYTHONPATH")) if path)
     more = {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

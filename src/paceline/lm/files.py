@@ -194,9 +194,12 @@ class BusyError(RuntimeError):
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. The lock ends with the process, however that ends.
 
+    A folder that was not there is made, and removed at the end if it is empty: refused work leaves nothing.
+
     Raises:
         BusyError: another process has the lock; the message says which one, and since when.
     """
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "lock"
     lock = FileLock(path)
@@ -215,3 +218,6 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)  # while it is held: FileLock takes none on a file that lost its name
         lock.release()
+        with suppress(OSError):  # something is in it
+            for place in new:
+                place.rmdir()

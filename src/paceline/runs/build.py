@@ -50,7 +50,8 @@ def build(run: Run, tell: data.Tell, ranks: Ranks = ALONE) -> Job:
     """Build a run. From here on random numbers are drawn from its seed."""
     device = ranks.device or device_of(run.device)
     torch.manual_seed(run.seed)
-    material = (_sft if run.task == "sft" else _pretrain)(run, tell)
+    with data.inputs_named():
+        material = (_sft if run.task == "sft" else _pretrain)(run, tell)
     model, called = ranks.spread(material.model, device)
     plan = _plan(run, material, device)
     optimizer = methods.make_optimizer(run, model, plan.steps)
@@ -119,14 +120,14 @@ def _pretrain(run: Run, tell: data.Tell) -> _Material:
     text = data.prepare_text(
         run.data, run.held_out, tokenizer, "gpt2" if run.model == "gpt2" else "bpe:2048", tell
     )
+    samples, held_out = (Windows(tokens, length=run.length) for tokens in (text.training, text.held_out))
     if model is None:
         model = _own(run, text.vocabulary.size)
     else:
         _check_fits(run, model, text.vocabulary.size)
-    windows = partial(Windows, length=run.length)
     return _Material(
-        samples=windows(text.training),
-        held_out=windows(text.held_out),
+        samples=samples,
+        held_out=held_out,
         model=model,
         save_tokenizer=text.vocabulary.save if saver is None else saver.save_pretrained,
         about={"tokens": text.training.count, "tokenizer": text.vocabulary.fingerprint},
@@ -200,6 +201,7 @@ def model_of(run: Run, tokenizer: Path) -> tuple[nn.Module, Callable[[Path], obj
     return model, partial(export_folder, model, load_tokenizer(tokenizer))
 
 
+@data.inputs_named()
 def held_out_of(run: Run, tokenizer: Path, tell: data.Tell) -> Samples:
     """Return the samples to evaluate a run on, by the tokenizer that it has saved: without training data."""
     from paceline.lm.pretrained import load_tokenizer
@@ -232,7 +234,11 @@ def _pretrained(run: Run) -> tuple[Any, Any]:
 
 
 def _plan(run: Run, material: _Material, device: torch.device) -> Plan:
-    steps = steps_of(run, len(material.samples), sum(p.numel() for p in material.model.parameters()))
+    if run.batch_size > (count := len(material.samples)):
+        raise ConfigError(
+            f"batch_size is {run.batch_size:,}; the data have {count:,} samples of {run.length}"
+        )
+    steps = steps_of(run, count, sum(p.numel() for p in material.model.parameters()))
     return Plan(
         steps=steps,
         batch_size=run.batch_size,

@@ -29,7 +29,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", choices=("pretrain", "sft"))
     parser.add_argument("--out", required=True, type=Path, metavar="RUN", help="the folder of the run")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in a TOML file")
-    parser.add_argument("--log", action="append", default=[], choices=("tensorboard", "wandb"))
     flags.add_settings(parser, {"task"})
 
 
@@ -41,17 +40,14 @@ def run_of(options: argparse.Namespace) -> config.Run:
 
 def _train(options: argparse.Namespace) -> int:
     run = run_of(options)
-    from paceline.runs import display, sinks
+    from paceline.runs import display
     from paceline.runs.run import Notice, execute
 
-    if own_rank():  # the first speaks for all
-        display.drive(execute(run, options.out, lambda text: None), [])
-        return 0
     with display.shown() as screen:
-        others = [sinks.open_sink(name, options.out, run) for name in options.log]
-        tell = lambda text: screen.take(Notice(text=text))  # noqa: E731
-        display.drive(execute(run, options.out, tell), [screen, *others])
-    say(f"done: {options.out}; its model: paceline export {options.out} FOLDER")
+        for event in execute(run, options.out, lambda text: screen.take(Notice(text=text))):
+            screen.take(event)
+    if not own_rank():
+        say(f"done: {options.out}; its model: paceline export {options.out} FOLDER")
     return 0
 
 
@@ -96,7 +92,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    text = "a run, a checkpoint or a model; without it, this machine"
+    text = "a run, study, checkpoint, model, cache or prepared data; without it, this machine"
     parser.add_argument("folder", type=Path, nargs="?", help=text)
 
 

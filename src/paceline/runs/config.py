@@ -287,15 +287,17 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is tuple:
         items = value if isinstance(value, list | tuple) else [value]
         count = get_args(kind)[0] is int
-        made = [_count(item) if count else item if isinstance(item, str) else None for item in items]
+        made = [_count(item) if count else _text(item) for item in items]
         if None in made or (not count and not isinstance(value, list | tuple | str)):
-            allowed = "whole numbers" if count else "texts"
+            allowed = "whole numbers" if count else "texts in UTF-8"
             raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: a list of {allowed}")
         return tuple(made)
     convert = {bool: _flag, int: _count, float: _number, str: _text}[kind]
     converted = convert(value)
     if converted is None:
-        allowed = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
+        allowed = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in UTF-8"}[
+            kind
+        ]
         raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: {allowed}")
     return converted
 
@@ -305,7 +307,8 @@ def _flag(value: Any) -> bool | None:
 
 
 def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
+    """Return a text that a file can have as its name and that can be written as UTF-8; else None."""
+    return value if isinstance(value, str) and re.fullmatch(r"[^\0\ud800-\udfff]+", value) else None
 
 
 def _number(value: Any) -> float | None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -31,6 +31,18 @@ from paceline.runs.config import ConfigError
 
 Tell = Callable[[str], None]
 HELD_OUT_SHARE = 0.05
+_MISTAKES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
+
+
+@contextmanager
+def inputs_named() -> Iterator[None]:
+    """Turn what is wrong with data, tokenizers and models that the user named into a ConfigError."""
+    try:
+        yield
+    except Damaged:  # the name was right
+        raise
+    except _MISTAKES as error:
+        raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +84,7 @@ def held_out_text(
     return _tokens([_Source(name) for name in held_out or names], part, vocabulary, tell)
 
 
+@inputs_named()
 def prepare_folder(names: list[str], tokenizer: str, folder: Path, tell: Tell) -> Text:
     """Prepare text in a folder of the user's choice, which is a name of data from then on."""
     sources, kept = [_Source(name) for name in names], folder / "tokenizer"

@@ -2,19 +2,13 @@
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.lm.loop import Evaluation, Step
 from paceline.runs.run import Event, Notice, Saved, Started
-from paceline.runs.terminal import printable
-
-
-class Sink(Protocol):
-    """An object that takes events."""
-
-    def take(self, event: Event) -> None: ...
+from paceline.runs.terminal import own_rank, printable
 
 
 class Screen:
@@ -112,22 +106,14 @@ def describe(event: Event, pace: Pace) -> str | None:
 
 @contextmanager
 def shown() -> Iterator[Screen]:
-    """Yield a screen on stdout."""
+    """Yield a screen on stdout; of several ranks the first one's, which speaks for all."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, quiet=bool(own_rank()))
     if not console.is_terminal:
         yield Screen(console)
         return
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=console, refresh_per_second=4) as bar:
         yield Screen(console, bar)
-
-
-def drive(events: Iterable[Event], sinks: Iterable[Sink]) -> None:
-    """Tell every sink of every event."""
-    sinks = list(sinks)
-    for event in events:
-        for sink in sinks:
-            sink.take(event)

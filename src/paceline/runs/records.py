@@ -2,6 +2,8 @@
 
 `records.jsonl` holds what the run computed: first what it is (config, version, environment, data), then a
 line for each step, evaluation and reading of the pull. What depends on the clock goes to `timing.jsonl`.
+
+Each line ends in a checksum of all lines up to it: a line that was changed, lost or moved does not match.
 """
 
 import errno
@@ -10,32 +12,50 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+
+from paceline.lm.files import Damaged
+
+_SEAL = b', "crc": "%08x"}\n'
+_SIZE = len(_SEAL % 0)
 
 
 class Writer:
-    """Appends lines to a file of which the first `keep` bytes are known to be right."""
+    """Appends lines to a file, after its first `keep` bytes; None keeps all of its whole lines.
 
-    def __init__(self, path: Path, keep: int) -> None:
-        self._path = path
+    Raises:
+        Damaged: what is kept is not what was written.
+    """
+
+    def __init__(self, path: Path, keep: int | None) -> None:
+        self._path, self._crc, kept = path, 0, 0
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._file = os.fdopen(descriptor, "r+b")
-        if (size := os.fstat(descriptor).st_size) < keep:
+        lines = _checked(self._file, path)
+        try:
+            while kept != keep and (found := next(lines, None)):
+                kept, self._crc = kept + len(found[0]), found[1]
+            if keep is not None and kept != keep:
+                raise Damaged(f"{path} has {kept} bytes in whole lines, and should have {keep}")
+        except Damaged:
             self._file.close()
-            raise ValueError(f"{path} has {size} bytes and should have {keep}: its end is lost")
-        self._file.truncate(keep)
-        self._file.seek(keep)
+            raise
+        self._file.truncate(kept)
+        self._file.seek(kept)
 
     def write(self, kind: str, content: Mapping[str, Any]) -> None:
         """Append one line."""
         content = _known({"kind": kind, **content})
-        line = json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+        line = json.dumps(content, ensure_ascii=False, allow_nan=False)[:-1].encode()
+        self._crc = zlib.crc32(line, self._crc)
         with self._named():
-            self._file.write(line.encode())
+            self._file.write(line + _SEAL % self._crc)
 
     def position(self) -> int:
         """Return the length of the file, now that all of it is on the disk and still under its name."""
@@ -87,22 +107,58 @@ def _known(value: Any) -> Any:
     return [_known(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records in a file, without a last line that is cut off.
+
+    Files without checksums, which earlier versions and studies wrote, are read too. The first line tells.
+
+    Raises:
+        Damaged: a line is not what was written, or is no JSON object.
+    """
+    with path.open("rb") as file:
+        for number, (line, _) in enumerate(_checked(file, path), 1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise Damaged(f"{path}, line {number} is no JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise Damaged(f"{path}, line {number} is no record; a JSON object was written")
+            record.pop("crc", None)
+            yield record
+
+
 def whole_lines(path: Path) -> int:
-    """Return how many bytes of a file are complete lines; 0 if it does not exist."""
+    """Return how many bytes of a file are whole lines; 0 if it does not exist."""
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records in a file, without a last line that is cut off."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
-            yield record
+def times_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's `timing.jsonl`, none if there is no such file.
+
+    Raises:
+        Damaged: a line is not what was written, or the run has ended and its records are not complete.
+    """
+    timing, path = folder / "timing.jsonl", folder / "records.jsonl"
+    lines = list(read(timing)) if timing.exists() else []
+    end = lines[-1] if lines and lines[-1].get("kind") == "end" else {}
+    if "records" in end and (found := whole_lines(path)) != end["records"]:
+        raise Damaged(f"{path} has {found} bytes in whole lines; the run ended with {end['records']}")
+    return lines
+
+
+def _checked(lines: Iterable[bytes], path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield each whole line, and the checksum of all lines up to it."""
+    crc, is_sealed = 0, True
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):  # a kill cut it off
+            return
+        seal = line[-_SIZE:]
+        if number == 1:
+            is_sealed = seal.startswith(_SEAL[:10])
+        crc = zlib.crc32(line[:-_SIZE], crc)
+        if is_sealed != (seal == _SEAL % crc):
+            raise Damaged(f"{path}, line {number} is not what was written")
+        yield line, crc
 
 
 @cache
@@ -142,12 +198,18 @@ def _commit() -> str | None:
         return None
 
 
+@final
 class Clock:
-    """Measures how fast steps are."""
+    """Measures how fast steps are, and tells a time that never goes back, whatever the system's does."""
 
     def __init__(self, *, tokens: int, operations: float, peak: float | None) -> None:
         self._tokens, self._operations, self._peak = tokens, operations, peak
         self._seconds: list[float] = []
+        self._zero = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        """Return the time in seconds since 1970, as the system had it when the run began."""
+        return self._zero + time.monotonic()
 
     def add(self, seconds: float) -> None:
         """Count a step."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from paceline.lm import checkpoint
 from paceline.lm.evaluate import NotFiniteError
-from paceline.lm.files import locked, new_folder, remove_temporary
+from paceline.lm.files import describe, locked, new_folder, remove_temporary, verify
 from paceline.lm.loop import Evaluation, Progress, Step, train
 from paceline.lm.parallel import joined
 from paceline.lm.throughput import operations_per_token, peak_of
@@ -118,7 +118,6 @@ def execute(
 def _look(folder: Path, run: Run) -> tuple[Path | None, list[str], int | None]:
     """Return the checkpoint to continue, if there is any, what is wrong with newer ones, and the horizon."""
     checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(exist_ok=True)
     for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
         remove_temporary(place)
     found, problems = checkpoint.newest(checkpoints)
@@ -144,7 +143,7 @@ def end_of(folder: Path) -> dict[str, Any] | None:
     """Return when and how a run ended, finished or diverged; None if it has something left to do."""
     timing = folder / "timing.jsonl"
     lines = list(records.read(timing)) if timing.exists() else []
-    return lines[-1] if lines and lines[-1]["kind"] == "end" else None
+    return lines[-1] if lines and lines[-1].get("kind") == "end" else None
 
 
 def has_checkpoint(folder: Path, step: int) -> bool:
@@ -207,21 +206,30 @@ class _Running:
             self.ranks.of_first(lambda: changes.refuse_lost_checkpoints(self.folder))
             if self.run.fork is not None:
                 self.progress.step = build.fork(self.job, self.run.fork, self.folder)
+        before = None if found is None else saved["facts"]["tokenizer"]
+        self.job.facts["tokenizer"] = self.ranks.of_first(lambda: self._keep_tokenizer(before))
         self.ranks.of_first(lambda: self._open(keep, anew=found is None))
+
+    def _keep_tokenizer(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """Write the tokenizer, unless the run has it `before`; return its files, which are then checked."""
+        folder = self.folder / "tokenizer"
+        if before is None or not folder.exists():
+            with new_folder(folder) as made:
+                self.job.save_tokenizer(made)
+        if before is not None:
+            verify(folder, before)
+        return before or describe(path for path in sorted(folder.iterdir()) if path.is_file())
 
     def _open(self, keep: int, *, anew: bool) -> None:
         """Open the records, of which the first `keep` bytes are right."""
-        if not (tokenizer := self.folder / "tokenizer").exists():
-            with new_folder(tokenizer) as made:
-                self.job.save_tokenizer(made)
+        (self.folder / "checkpoints").mkdir(exist_ok=True)
         self.records = records.Writer(self.folder / "records.jsonl", keep)
         if self.watch is not None:  # it has to see every step
             for line in records.read(self.folder / "records.jsonl"):
                 if line["kind"] == "step":
                     self.watch.take(line["step"], self.job.plan.steps, line["loss"])
-        timing = self.folder / "timing.jsonl"
-        self.timing = records.Writer(timing, records.whole_lines(timing))
-        about = {"time": time.time(), "step": self.progress.step, **records.environment()}
+        self.timing = records.Writer(self.folder / "timing.jsonl", None)
+        about = {"time": self.clock.now(), "step": self.progress.step, **records.environment()}
         self.timing.write("begin", about if self.ranks.size == 1 else {**about, "ranks": self.ranks.size})
         if anew:
             control, alone = control_of(self.run), self.run.name.without_averages
@@ -294,15 +302,15 @@ class _Running:
 
     def _end(self, outcome: str, **facts: Any) -> None:
         """Write the last line of a run that has nothing left to do."""
-        about = {"time": time.time(), "step": self.progress.step, "outcome": outcome, **facts}
-        self.timing.write("end", about)
+        about = {"time": self.clock.now(), "step": self.progress.step, "outcome": outcome, **facts}
+        self.timing.write("end", {**about, "records": self.records.position()})
 
     def _write(self, record: Step | Evaluation) -> None:
         self.records.write(type(record).__name__.lower(), asdict(record))
         if isinstance(record, Evaluation):
             loss = next(iter(record.losses.values()))[self.job.returned]
             self.latest = {"step": record.step, "loss": loss} if math.isfinite(loss) else None
-            self.timing.write("speed", {"time": time.time(), "step": record.step, **self.clock.speed()})
+            self.timing.write("speed", {"time": self.clock.now(), "step": record.step, **self.clock.speed()})
             self.records.flush()
             self.timing.flush()
         elif self.run.telemetry_every and record.step % self.run.telemetry_every == 0 and not record.skipped:
@@ -340,7 +348,7 @@ class _Running:
         self.saved_at = progress.step, progress.evaluated
         yield from self._prune()
         seconds = time.monotonic() - began
-        self.timing.write("save", {"time": time.time(), "step": progress.step, "seconds": seconds})
+        self.timing.write("save", {"time": self.clock.now(), "step": progress.step, "seconds": seconds})
         yield Saved(step=progress.step, folder=path, seconds=seconds)
 
     def _prune(self) -> Iterator[Event]:

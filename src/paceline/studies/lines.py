@@ -88,8 +88,9 @@ class Finished:
         Raises:
             Damaged: its records are not what a run writes, or end before it did; the file is named.
         """
-        place, timing = files_of(folder)
-        lines, times = ([*records.read(path)] if path.exists() else [] for path in (place, timing))
+        place, _ = files_of(folder)
+        times = records.times_of(folder)
+        lines = [*records.read(place)] if place.exists() else []
         if not lines:
             return None
         try:
