@@ -191,17 +191,16 @@ def parse_spec(text: str) -> Spec:
         raise ConfigError(f"cannot read {text[:80]!r}; write NAME:setting=value,setting=value") from None
 
 
-_WORDS = {"inf": math.inf, "none": None, "true": True, "false": False, "yes": True, "no": False}
+_WORDS = {"inf": math.inf, "-inf": -math.inf, "none": None, "true": True, "false": False}
+_WORDS |= {"yes": True, "no": False}
 
 
 def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name):  # a word needs no quotes
-        return _WORDS.get(node.id.lower(), node.id)
+    word = ast.unparse(node)
+    if word.lower() in _WORDS or isinstance(node, ast.Name):  # a word needs no quotes
+        return _WORDS.get(word.lower(), word)
     value = ast.literal_eval(node)
-    if isinstance(value, set):
-        (percent,) = value
-        return Share(percent)
-    return value
+    return Share(*value) if isinstance(value, set) else value
 
 
 def _written(value: Any) -> str:
