@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from trainers import KINDS, ON_TWO_RANKS, ROWS, SAVED, STEPS, Watch, Weights, fsdp2_on_cpu
@@ -32,6 +33,9 @@ def run(row_name: str, folder: Path, stage: str, case: str) -> dict[str, float]:
     if stage == "resumed":
         resumed = row.train(place / "killed", KINDS[kind], resume=True, **settings)
         return {"killed and resumed": apart(resumed, *torch.load(f"{place}-ended.pt"))}
+    if how["format"] and row_name in ("transformers", "lightning"):
+        with pytest.raises((ValueError, RuntimeError), match="average_dtype='bfloat16'"):
+            row.train(place / "int8", KINDS["int8"], **settings)
     live, average, losses = torch.load(f"{place}.pt")
     silent = row.train(place / "silent", KINDS[kind], saves=False, **settings)
     found = {

@@ -192,9 +192,9 @@ def loader_of(rows: torch.Tensor, size: int) -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=size)
 
 
-def held_out(run: Run) -> torch.Tensor:
-    """Return what this rank evaluates."""
-    return TOKENS[24:][dist.get_rank() :: run.ranks] if run.ranks > 1 else TOKENS[24:]
+def share(rows: torch.Tensor, run: Run) -> torch.Tensor:
+    """Return what this rank takes of some rows, by the environment of torchrun."""
+    return rows[int(os.environ.get("RANK", "0")) :: run.ranks]
 
 
 # --- transformers and TRL -------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def with_lightning(run: Run) -> Watch:
             if self.watch.steps % 4 == 1 and run.averaged and not run.fail and run.accumulate == 1:
                 self.network.eval()
                 with torch.no_grad(), self.watch.asks_for_live():
-                    self.watch.note_loss("live", loss_of(self.network, held_out(run)))
+                    self.watch.note_loss("live", loss_of(self.network, share(TOKENS[24:], run)))
                 self.network.train()
 
         def configure_optimizers(self):
@@ -396,13 +396,16 @@ def with_lightning(run: Run) -> Watch:
         strategy = ModelParallelStrategy(run.ranks, 1, is_sharded, process_group_backend="gloo")
     settings = {"max_steps": STEPS, "val_check_interval": 2, "accumulate_grad_batches": run.accumulate}
     settings |= {"accelerator": "cpu", "devices": run.ranks, "strategy": strategy, "num_sanity_val_steps": 0}
+    settings["use_distributed_sampler"] = False  # which shuffles
     settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings |= {"plugins": [MixedPrecision("16-mixed", "cpu", run.scaler)] if run.scaler else [], **run.more}
     ours = [AveragedModelCallback()] if run.averaged else []
     settings["callbacks"] = [*([saves] if run.saves else []), *ours, *settings.get("callbacks", [])]
     trainer, module = pl.Trainer(default_root_dir=run.folder, **settings), Module()
     resumed = run.folder / f"step={SAVED}.ckpt" if run.resume else None
-    rows, evaluated = loader_of(TOKENS[:24], 4 // run.ranks), loader_of(TOKENS[24:], 16 // run.ranks)
+    rows, evaluated = (
+        loader_of(share(part, run), size // run.ranks) for part, size in ((TOKENS[:24], 4), (TOKENS[24:], 16))
+    )
     trainer.fit(module, rows, evaluated, ckpt_path=resumed)
     watch = module.watch
     watch.trainer, watch.module = trainer, module
@@ -442,10 +445,10 @@ def in_turns(run: Run, watch: Watch, model: Any, optimizer: Any, rows: Any, own:
             with torch.no_grad():
                 if step % 4 == 1:
                     with watch.asks_for_live():
-                        watch.note_loss("live", loss_of(model, held_out(run)))
+                        watch.note_loss("live", loss_of(model, share(TOKENS[24:], run)))
                 if step % 2 == 0 and run.averaged:
                     with averaged_weights(watch.optimizer, model=model):
-                        watch.note_loss("average", loss_of(model, held_out(run)))
+                        watch.note_loss("average", loss_of(model, share(TOKENS[24:], run)))
             model.train()
             if step % SAVED == 0 and run.saves and run.averaged and not run.resume:
                 own.save(run.folder / str(step))
@@ -530,10 +533,8 @@ def with_plain_torch(run: Run) -> Watch:
     own = Plain(run, model, optimizer)
     if run.resume:
         own.load(run.folder / str(SAVED))
-    share = dist.get_rank() if run.ranks > 1 else 0
-    return in_turns(
-        run, watch, trained, optimizer, loader_of(TOKENS[share : 24 : run.ranks], 4 // run.ranks), own
-    )
+    rows = loader_of(share(TOKENS[:24], run), 4 // run.ranks)
+    return in_turns(run, watch, trained, optimizer, rows, own)
 
 
 def with_accelerate(run: Run) -> Watch:
