@@ -537,7 +537,7 @@ def with_plain_torch(run: Run) -> Watch:
     return in_turns(run, watch, trained, optimizer, rows, own)
 
 
-def with_accelerate(run: Run) -> Watch:
+def accelerator_of(run: Run) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -552,7 +552,11 @@ def with_accelerate(run: Run) -> Watch:
             transformer_cls_names_to_wrap="LlamaDecoderLayer",
         )
     AcceleratorState._reset_state(True)  # of another run of this process
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=run.accumulate, **more)
+    return Accelerator(cpu=True, gradient_accumulation_steps=run.accumulate, **more)
+
+
+def with_accelerate(run: Run) -> Watch:
+    accelerator = accelerator_of(run)
     accelerator.scaler = run.scaler
     model = run.model()
     optimizer = run.build(model.parameters())
