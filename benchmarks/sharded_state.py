@@ -19,7 +19,8 @@ from paceline import PACE, Control, attach
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
 
-from trainers import Run, accelerator_of, fsdp2_on_cpu, llama, loss_of
+from trainers import accelerator_of, fsdp2_on_cpu
+from watching import Run, llama, loss_of
 
 OPTIMIZERS = {
     "paper": (1, lambda parameters: PACE(parameters, 1e-3)),

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from trainers import KINDS, ON_TWO_RANKS, ROWS, SAVED, STEPS, Watch, Weights, fsdp2_on_cpu
+from trainers import ON_TWO_RANKS, ROWS, fsdp2_on_cpu
+from watching import KINDS, SAVED, STEPS, Watch, Weights
 
 
 def distance(a: Weights, b: Weights) -> float:

@@ -6,21 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from trainers import (
-    KINDS,
-    LR,
-    ROWS,
-    SAVED,
-    STEPS,
-    TOKENS,
-    Run,
-    arguments,
-    llama,
-    loader_of,
-    loss_of,
-    same,
-    weights_of,
-)
+from trainers import ROWS, arguments
+from watching import KINDS, LR, SAVED, STEPS, TOKENS, Run, llama, loader_of, loss_of, same, weights_of
 
 from paceline import PACE, Control, averaged_state_dict, averaged_weights
 

@@ -1,201 +1,28 @@
-"""The trainers of the battery: each trains 12 steps, evaluates the average every 2, and saves every 6.
+"""The trainers of the battery: each trains 12 steps, evaluates the average every 2, and saves every 6."""
 
-All of them train one small language model under a `Watch`, which notes the weights of every forward pass.
-"""
-
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from watching import (
+    LR,
+    SAVED,
+    STEPS,
+    TOKENS,
+    Row,
+    Run,
+    Watch,
+    Weights,
+    llama,
+    loader_of,
+    loss_of,
+    share,
+    weights_of,
+)
 
-from paceline import PACE, Control, attach, averaged_state_dict, averaged_weights, save_averaged
-from paceline.optim.weights import has_keeper
-
-STEPS, SAVED, FAILS = 12, 6, 8
-LR = 3e-2
-Weights = dict[str, torch.Tensor]
-
-
-class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for the rest, as one optimizer, which is what trainers take."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        params = list(params)
-        matrices = [p for p in params if p.ndim == 2]
-        others = [p for p in params if p.ndim != 2]
-        self.parts = [torch.optim.Muon(matrices, lr), torch.optim.AdamW(others, lr)]
-        super().__init__([dict(part.param_groups[0]) for part in self.parts], {})
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups = [{key: group[key] for key in ("params", *part.defaults)}]
-            part.state = self.state
-            part.step()
-        return loss
-
-
-KINDS = {
-    "paper": lambda params: PACE(params, LR),
-    "push": lambda params: PACE(params, LR, control=Control.push()),
-    "int8": lambda params: PACE(params, LR, control=Control.push(), average_dtype="int8"),
-    "AdamW": lambda params: attach(torch.optim.AdamW(params, LR), control=Control.push()),
-    "Muon": lambda params: attach(MuonAndAdamW(params, LR), control=Control.push()),
-}
-
-
-class Stop(Exception):
-    """What ends a run early, with its watch."""
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def weights_of(model: nn.Module) -> Weights:
-    return {name: whole(p.detach()).clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-class Watch:
-    """The live weights and the average after every step, the weights of every forward pass, and losses.
-
-    Of sharded models a forward pass sees gathered weights, so only its loss is noted.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, run: "Run") -> None:
-        self.model, self.optimizer, self.run = model, optimizer, run
-        self.live, self.average = [weights_of(model)], [weights_of(model)]
-        self.forwards: list[tuple[int, str, Weights]] = []
-        """The steps taken, what it is for ("training", "average", "live"), and the weights it saw."""
-        self.asked = "average"
-        self.losses: dict[str, float] = {}
-        """Of evaluations, by step and weights."""
-        model.register_forward_pre_hook(self._note_forward)
-        optimizer.register_step_post_hook(self._note_step)
-
-    @property
-    def steps(self) -> int:
-        return (SAVED if self.run.resume else 0) + len(self.live) - 1
-
-    def _note_forward(self, model: nn.Module, inputs: Any) -> None:
-        if not self.run.format:
-            self.forwards.append(
-                (self.steps, "training" if model.training else self.asked, weights_of(model))
-            )
-        if self.steps == FAILS and self.run.fail == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.steps == FAILS and self.run.fail == ("training" if model.training else "evaluation"):
-            raise Stop(self)
-
-    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if all(group["lr"] == 0 for group in optimizer.param_groups):
-            return  # by which torch.distributed.checkpoint learns the entries of a state
-        self.live.append(weights_of(self.model))
-        if has_keeper(optimizer):
-            state = averaged_state_dict(self.model, optimizer)
-            self.average.append({name: whole(state[name]) for name in self.live[-1]})
-
-    @contextmanager
-    def asks_for_live(self) -> Iterator[None]:
-        self.asked = "live"
-        yield
-        self.asked = "average"
-
-    def note_loss(self, weights: str, loss: Any) -> None:
-        """Note the mean loss of all ranks."""
-        value = torch.as_tensor(float(loss))
-        if dist.is_initialized():
-            dist.all_reduce(value)
-            value /= dist.get_world_size()
-        self.losses[f"{weights} {self.steps}"] = value.item()
-
-    def returned(self) -> Weights:
-        """The trained weights that the model holds now."""
-        return weights_of(self.model)
-
-
-def same(a: Weights, b: Weights) -> bool:
-    """Return whether weights are equal, of all those that `b` has."""
-    return all(torch.equal(a[name].to(b[name].dtype), b[name]) for name in b)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a trainer is asked for."""
-
-    folder: Path
-    build: Callable[..., torch.optim.Optimizer]
-    resume: bool = False
-    """From the checkpoint of step 6."""
-    saves: bool = True
-    fail: str = ""
-    """Where a forward pass after step 8 raises: "training" or "evaluation"; or "killed"."""
-    averaged: bool = True
-    """Whether our callback takes part."""
-    best: bool = False
-    """End with the best model: an early one, because here higher losses count as better."""
-    scaler: Any = None
-    accumulate: int = 1
-    ranks: int = 1
-    format: str = ""
-    """Sharded by FSDP2, with checkpoints that are "full" or "sharded"; empty: not sharded."""
-    reshard: bool = True
-    tied: bool = False
-    dtype: torch.dtype = torch.float32
-    more: dict[str, Any] = field(default_factory=dict)
-    """Settings of the trainer."""
-
-    def model(self) -> nn.Module:
-        return llama(tie_word_embeddings=self.tied).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A trainer, and how its checkpoint of a step is read: live weights and average."""
-
-    loop: Callable[[Run], Watch]
-    saved: Callable[[Watch, Path, int], tuple[Weights, Weights]]
-
-    def train(self, folder: Path, build: Any, **settings: Any) -> Watch:
-        return self.loop(Run(folder=folder, build=build, **settings))
-
-
-# --- What is learned ------------------------------------------------------------------------------------
-
-TOKENS = torch.randint(32, (40, 8), generator=torch.Generator().manual_seed(1))
-TOKENS[:32] = (TOKENS[:32, :1] + torch.arange(8)) % 32  # what there is to learn
-
-
-def llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, bos_token_id=1, eos_token_id=2, **sizes | changes))
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor = TOKENS[:24]) -> torch.Tensor:
-    return model(input_ids=tokens, labels=tokens).loss
-
-
-def loader_of(rows: torch.Tensor, size: int) -> Any:
-    return torch.utils.data.DataLoader(rows, batch_size=size)
-
-
-def share(rows: torch.Tensor, run: Run) -> torch.Tensor:
-    """Return what this rank takes of some rows, by the environment of torchrun."""
-    return rows[int(os.environ.get("RANK", "0")) :: run.ranks]
-
+from paceline import averaged_weights, save_averaged
 
 # --- transformers and TRL -------------------------------------------------------------------------------
 
@@ -427,114 +254,7 @@ def saved_by_lightning(watch: Watch, folder: Path, step: int) -> tuple[Weights, 
     return live or watch.live[step], average
 
 
-# --- Loops of one's own: plain torch, Accelerate, timm, torchtitan ----------------------------------------
-
-
-def in_turns(run: Run, watch: Watch, model: Any, optimizer: Any, rows: Any, own: Any) -> Watch:
-    """Train by a loop of one's own, in which `own` says how a trainer does a thing."""
-    step = SAVED if run.resume else 0
-    while step < STEPS:
-        for tokens in rows:
-            with own.accumulate(model):
-                own.backward(loss_of(model, tokens) / own.divisor)
-                if not own.is_step():
-                    continue
-                own.step(optimizer)
-            step += 1
-            model.eval()
-            with torch.no_grad():
-                if step % 4 == 1:
-                    with watch.asks_for_live():
-                        watch.note_loss("live", loss_of(model, share(TOKENS[24:], run)))
-                if step % 2 == 0 and run.averaged:
-                    with averaged_weights(watch.optimizer, model=model):
-                        watch.note_loss("average", loss_of(model, share(TOKENS[24:], run)))
-            model.train()
-            if step % SAVED == 0 and run.saves and run.averaged and not run.resume:
-                own.save(run.folder / str(step))
-                save_averaged(model, watch.optimizer, run.folder / f"{step}-averaged")
-    return watch
-
-
-class Plain:
-    """Plain torch: its own loop, torch.distributed.checkpoint where sharded, torch.save elsewhere."""
-
-    def __init__(self, run: Run, model: nn.Module, optimizer: Any) -> None:
-        self.run, self.model, self.optimizer, self.batches = run, model, optimizer, 0
-        self.divisor = run.accumulate
-        self.accumulate = lambda model: nullcontext()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.batches += 1
-        (self.run.scaler.scale(loss) if self.run.scaler else loss).backward()
-
-    def is_step(self) -> bool:
-        return self.batches % self.run.accumulate == 0
-
-    def step(self, optimizer: Any) -> None:
-        if self.run.scaler:
-            self.run.scaler.step(optimizer)
-            self.run.scaler.update()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-
-    def options(self) -> Any:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-        return StateDictOptions(full_state_dict=self.run.format == "full")
-
-    def save(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        if not self.run.format:
-            torch.save((self.model.state_dict(), self.optimizer.state_dict()), path)
-            return
-        states = get_state_dict(self.model, self.optimizer, options=self.options())
-        if self.run.format == "full":
-            torch.save(states, f"{path}-{dist.get_rank()}")
-        else:
-            dcp.save(dict(zip("ab", states, strict=True)), checkpoint_id=path)
-
-    def load(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-        if not self.run.format:
-            for part, state in zip((self.model, self.optimizer), torch.load(path), strict=True):
-                part.load_state_dict(state)
-            return
-        if self.run.format == "full":
-            weights, state = torch.load(f"{path}-{dist.get_rank()}")
-        else:
-            states = dict(zip("ab", get_state_dict(self.model, self.optimizer), strict=True))
-            dcp.load(states, checkpoint_id=path)
-            weights, state = states.values()
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=weights,
-            optim_state_dict=state,
-            options=self.options(),
-        )
-
-
-def with_plain_torch(run: Run) -> Watch:
-    model = run.model()
-    run.folder.mkdir(parents=True, exist_ok=True)
-    if run.ranks > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
-    if run.format:
-        shard(model, run)
-    optimizer = run.build(model.parameters())
-    watch = Watch(model, optimizer, run)
-    trained = nn.parallel.DistributedDataParallel(model) if run.ranks > 1 and not run.format else model
-    own = Plain(run, model, optimizer)
-    if run.resume:
-        own.load(run.folder / str(SAVED))
-    rows = loader_of(share(TOKENS[:24], run), 4 // run.ranks)
-    return in_turns(run, watch, trained, optimizer, rows, own)
+# --- Accelerate -----------------------------------------------------------------------------------------
 
 
 def accelerator_of(run: Run) -> Any:
@@ -556,6 +276,7 @@ def accelerator_of(run: Run) -> Any:
 
 
 def with_accelerate(run: Run) -> Watch:
+    """Train by a loop of one's own, as Accelerate has no Trainer."""
     accelerator = accelerator_of(run)
     accelerator.scaler = run.scaler
     model = run.model()
@@ -563,20 +284,36 @@ def with_accelerate(run: Run) -> Watch:
     watch = Watch(model, optimizer, run)
     rows = loader_of(TOKENS[:24], 4 // run.ranks)
     model, wrapped, rows = accelerator.prepare(model, optimizer, rows)
-    own = SimpleNamespace(
-        divisor=1,
-        accumulate=accelerator.accumulate,
-        backward=accelerator.backward,
-        is_step=lambda: accelerator.sync_gradients,
-        step=lambda optimizer: (optimizer.step(), optimizer.zero_grad()),
-        save=accelerator.save_state,
-    )
+    step = 0
     if run.resume:
         accelerator.load_state(run.folder / str(SAVED))
-    return in_turns(run, watch, model, wrapped, rows, own)
+        step = SAVED
+    while step < STEPS:
+        for tokens in rows:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, tokens))
+                if not accelerator.sync_gradients:
+                    continue
+                wrapped.step()
+                wrapped.zero_grad()
+            step += 1
+            model.eval()
+            evaluated = share(TOKENS[24:], run)
+            with torch.no_grad():
+                if step % 4 == 1:
+                    with watch.asks_for_live():
+                        watch.note_loss("live", loss_of(model, evaluated))
+                if step % 2 == 0 and run.averaged:
+                    with averaged_weights(optimizer, model=model):
+                        watch.note_loss("average", loss_of(model, evaluated))
+            model.train()
+            if step % SAVED == 0 and run.saves and run.averaged and not run.resume:
+                accelerator.save_state(run.folder / str(step))
+                save_averaged(model, optimizer, run.folder / f"{step}-averaged")
+    return watch
 
 
-def saved_by_loop(watch: Watch, folder: Path, step: int) -> tuple[Weights, Weights]:
+def saved_by_accelerate(watch: Watch, folder: Path, step: int) -> tuple[Weights, Weights]:
     return watch.live[step], load_file(folder / f"{step}-averaged" / "model.safetensors")
 
 
@@ -585,14 +322,12 @@ ROWS = {
     "trl": Row(lambda run: with_transformers(run, trl="full"), saved_by_transformers),
     "trl with LoRA": Row(lambda run: with_transformers(run, trl="lora"), saved_by_transformers),
     "lightning": Row(with_lightning, saved_by_lightning),
-    "accelerate": Row(with_accelerate, saved_by_loop),
-    "plain torch": Row(with_plain_torch, saved_by_loop),
+    "accelerate": Row(with_accelerate, saved_by_accelerate),
 }
 PACKAGES = {
     "transformers": ("transformers", "accelerate"),
     "trl": ("trl",),
     "trl with LoRA": ("trl", "peft"),
-    "plain torch": (),
 }
 FULL, SHARDED, DDP = {"format": "full"}, {"format": "sharded"}, {"format": ""}
 GATHERED = {"format": "sharded", "reshard": False, "tied": True}
@@ -611,7 +346,7 @@ ON_TWO_RANKS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "trl": {"DDP": ("push", DDP), "full": ("push", FULL), "sharded, tied, gathered": ("push", GATHERED)},
     "trl with LoRA": {"DDP": ("push", DDP), "full": ("push", FULL), "sharded": ("push", SHARDED)},
 }
-for _name in ("lightning", "accelerate", "plain torch"):
+for _name in ("lightning", "accelerate"):
     ON_TWO_RANKS[_name] = {
         "DDP": ("push", DDP),
         "full": ("push", FULL),
