@@ -135,8 +135,11 @@ class AveragedModelCallback(Callback):
         """Add live weights to a checkpoint. Its `state_dict` is the average already."""
         # Of a sharded checkpoint Lightning writes further entries on one rank only.
         if trainer.optimizers and not isinstance(trainer.strategy, ModelParallelStrategy):
-            with _showing("live", _keepers(trainer.optimizers), pl_module):
-                checkpoint["current_model_state"] = _copied(pl_module.state_dict())
+            live = {p: own for keeper in _keepers(trainer.optimizers) for p, own in keeper.live_weights()}
+            state = pl_module.state_dict(keep_vars=True)
+            for name, value in state.items():
+                state[name] = live.get(value, value) if isinstance(value, Tensor) else value
+            checkpoint["current_model_state"] = _copied(state)
             checkpoint["averaging_state"] = {}  # all of it is in optimizer_states
 
 
@@ -168,18 +171,14 @@ def _show_live(keepers: Iterable[Keeper]) -> None:
 
 
 @contextmanager
-def _showing(what: str, keepers: list[Keeper], module: LightningModule) -> Iterator[None]:
-    """Show "live" or "average" weights for the length of a with-block."""
-    before = [keeper for keeper in keepers if keeper.shown != "live"]
+def _showing_average(keepers: list[Keeper], module: LightningModule) -> Iterator[None]:
+    """Show the average for the length of a with-block."""
+    hidden = [keeper for keeper in keepers if keeper.shown == "live"]
     try:
-        if what == "live":
-            _show_live(keepers)
-        else:
-            _show_average(keepers, module)
+        _show_average(keepers, module)
         yield
     finally:
-        _show_live([keeper for keeper in keepers if keeper not in before])
-        _show_average(before, module)
+        _show_live(hidden)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +200,7 @@ def _save_average(strategy: Strategy) -> None:
 
 def _averaged_state(strategy: Strategy, state_of_module: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     assert strategy.lightning_module is not None
-    with _showing("average", _keepers(strategy.optimizers), strategy.lightning_module):
+    with _showing_average(_keepers(strategy.optimizers), strategy.lightning_module):
         return _copied(state_of_module())
 
 
@@ -211,7 +210,7 @@ def _state_with_live(
     """Return the state of an optimizer, as it is while the average is shown: it has live weights then."""
     # So a checkpoint restores live weights, also where it is loaded without this callback.
     assert strategy.lightning_module is not None
-    with _showing("average", _keepers([optimizer]), strategy.lightning_module):
+    with _showing_average(_keepers([optimizer]), strategy.lightning_module):
         return state_of(optimizer)
 
 
