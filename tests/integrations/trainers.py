@@ -177,6 +177,7 @@ def with_lightning(run: Run) -> Watch:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import FSDPModule
 
     from paceline.integrations.lightning import AveragedModelCallback
 
@@ -186,7 +187,7 @@ def with_lightning(run: Run) -> Watch:
             self.network = run.model()
 
         def configure_model(self):
-            if run.format:
+            if run.format and not isinstance(self.network, FSDPModule):  # a validation configures it again
                 shard(self.network, run, self.device_mesh["data_parallel"])
 
         def training_step(self, batch, batch_idx):

@@ -60,7 +60,7 @@ class AveragedModelCallback(Callback):
         # In front, so that all other callbacks see the same weights, in any order.
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
-        _save_average(trainer.strategy)
+        _use_average(trainer.strategy)
         own = {id(parameter) for parameter in pl_module.parameters()}
         earlier = [k for k in _keepers(trainer.optimizers) if own.issuperset(map(id, _trained([k])))]
         trained = _trained(earlier)
@@ -74,11 +74,6 @@ class AveragedModelCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise ValueError before the first step if the fit could not end with the average."""
         _refuse(_unsupported_optimizers(trainer, pl_module))
-        if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.ckpt_path is not None:
-            # What a sharded state is loaded into must have all entries of the checkpoint, so also live ones.
-            for optimizer in trainer.optimizers:
-                trainer.strategy.optimizer_state(optimizer)
-            _show_average(_keepers(trainer.optimizers), pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average. A later hook restores live weights, after all hooks of the validation."""
@@ -189,13 +184,30 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _save_average(strategy: Strategy) -> None:
+def _use_average(strategy: Strategy) -> None:
     """Make the Trainer use the average as `state_dict` of its checkpoints, with live in the optimizer's."""
     # No hook runs if only weights are saved. So this replaces the methods from which the Trainer gets them.
     own = strategy.lightning_module_state_dict
-    if not isinstance(own, partial):  # an earlier fit may have replaced it
-        strategy.lightning_module_state_dict = partial(_averaged_state, strategy, own)  # type: ignore[method-assign]
-        strategy.optimizer_state = partial(_state_with_live, strategy, strategy.optimizer_state)  # type: ignore[method-assign]
+    if isinstance(own, partial):  # an earlier fit has replaced it
+        return
+    strategy.lightning_module_state_dict = partial(_averaged_state, strategy, own)  # type: ignore[method-assign]
+    strategy.optimizer_state = partial(_state_with_live, strategy, strategy.optimizer_state)  # type: ignore[method-assign]
+    if isinstance(strategy, ModelParallelStrategy):
+        strategy.load_checkpoint = partial(_load_with_live, strategy, strategy.load_checkpoint)  # type: ignore[method-assign]
+
+
+def _load_with_live(strategy: Strategy, load: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """Load a sharded checkpoint, in a fit or to evaluate its average."""
+    module, keepers = strategy.lightning_module, _keepers(strategy.optimizers)
+    assert module is not None
+    # What a sharded state is loaded into must have all entries of the checkpoint, so also live ones.
+    for optimizer in strategy.optimizers:
+        strategy.optimizer_state(optimizer)
+    _show_average(keepers, module)
+    loaded = load(*args, **settings)
+    if not _fits(module.trainer):  # the state has put live weights into the module
+        _show_average(keepers, module)
+    return loaded
 
 
 def _averaged_state(strategy: Strategy, state_of_module: Callable[[], dict[str, Any]]) -> dict[str, Any]:
