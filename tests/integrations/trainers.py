@@ -149,13 +149,14 @@ def saved_by_transformers(watch: Watch, folder: Path, step: int) -> tuple[Weight
     from transformers import AutoModelForCausalLM
 
     checkpoint = folder / f"checkpoint-{step}"
-    if isinstance(watch.model, PeftModel):
-        folders = checkpoint, checkpoint / "averaged" / "default"
+    is_adapter = isinstance(watch.model, PeftModel)
+    folders = checkpoint, checkpoint / "averaged" / ("default" if is_adapter else "")
+    # A sharded checkpoint has live weights in a format of torch's.
+    folders = [f for f in folders if list(f.glob("*config.json"))]
+    if is_adapter:
         loaded = [PeftModel.from_pretrained(llama(), f, is_trainable=True) for f in folders]
     else:
-        folders = checkpoint, checkpoint / "averaged"
-        # A sharded checkpoint has live weights in a format of torch's.
-        loaded = [AutoModelForCausalLM.from_pretrained(f) for f in folders if (f / "config.json").is_file()]
+        loaded = [AutoModelForCausalLM.from_pretrained(f) for f in folders]
     average = weights_of(loaded[-1])
     return weights_of(loaded[0]) if len(loaded) > 1 else watch.live[step], average
 
