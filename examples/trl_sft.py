@@ -1,21 +1,27 @@
 """PACE in TRL's SFTTrainer with a LoRA adapter: evaluated, saved and returned is the average of the adapter.
 
-Run `python examples/trl_sft.py`. A small Llama learns to spell numbers, on a CPU, in seconds. With a model
-and data of your own only the lines marked # PACE differ from what you have today.
+Run `python examples/trl_sft.py FOLDER`, or `torchrun --nproc-per-node 2` the same file: GPUs shard by FSDP2,
+CPUs take DDP. A small Llama learns to spell numbers. With a model and data of your own only the lines marked
+# PACE differ from what you have today.
 """
 
-import tempfile
+import os
+import sys
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from paceline import Control  # PACE
-from paceline.integrations.huggingface import AveragedModelCallback, pace_for_trainer  # PACE
+from paceline import PACE, Control, parameter_groups  # PACE
+from paceline.integrations.huggingface import AveragedModelCallback, optimizer_for_trainer  # PACE
 
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+GPU = torch.cuda.is_available()
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
@@ -37,34 +43,36 @@ def base() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=23, eos_token_id=2, **sizes))
 
 
+def optimizer_of(model: nn.Module) -> PACE:  # PACE
+    return PACE(parameter_groups(model, weight_decay=0.0), lr=2e-2, control=Control.push())
+
+
 def main(out: Path) -> None:
-    settings = {"max_steps": 90, "eval_strategy": "steps", "eval_steps": 30, "save_steps": 30}
-    settings |= {"per_device_train_batch_size": 16, "disable_tqdm": True, "report_to": "none"}
-    args = SFTConfig(
-        str(out),
-        **settings,
-        learning_rate=2e-2,
-        lr_scheduler_type="constant",
-        load_best_model_at_end=True,
-        bf16=False,
-        use_cpu=True,
-    )
+    settings = {"max_steps": 240, "eval_strategy": "steps", "eval_steps": 80, "save_steps": 80}
+    settings |= {"per_device_train_batch_size": 16 // RANKS, "disable_tqdm": True, "report_to": "none"}
+    settings |= {"lr_scheduler_type": "constant", "load_best_model_at_end": True, "bf16": False}
+    settings |= {"use_cpu": not GPU, "fsdp": GPU and RANKS > 1}  # FSDP2; on CPUs Accelerate takes DDP
+    averaged = AveragedModelCallback()  # PACE
     trainer = SFTTrainer(
         base(),
-        args,
+        SFTConfig(str(out), **settings, ddp_backend=None if GPU or RANKS == 1 else "gloo"),
         train_dataset=spelled(range(1000, 2000)),
         eval_dataset=spelled(range(2000, 2100)),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=8, target_modules="all-linear", modules_to_save=["embed_tokens", "lm_head"]),
-        optimizer_cls_and_kwargs=pace_for_trainer(args, control=Control.push()),  # PACE
-        callbacks=[AveragedModelCallback()],  # PACE
+        optimizer_cls_and_kwargs=optimizer_for_trainer(optimizer_of),  # PACE
+        callbacks=[averaged],  # PACE
     )
     trainer.train()
     trainer.save_model(str(out / "returned"))  # the average of the adapter, of the best checkpoint
-    print(f"returned: loss {trainer.evaluate()['eval_loss']:.4f}")
-    PeftModel.from_pretrained(base(), out / "checkpoint-90" / "averaged" / "default")  # like any adapter
+
+    average = trainer.evaluate()["eval_loss"]
+    with averaged.live_weights():
+        live = trainer.evaluate()["eval_loss"]
+    if trainer.is_world_process_zero():
+        print(f"average: loss {average:.4f}\n   live: loss {live:.4f}")
+        PeftModel.from_pretrained(base(), out / "checkpoint-240" / "averaged" / "default")  # as any adapter
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        main(Path(folder) / "out")
+    main(Path(sys.argv[1]))

@@ -1,9 +1,13 @@
 """What one trainer has and others do not: refusals, second runs, formats."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
-from trainers import KINDS, LR, ROWS, STEPS, arguments, llama, loader_of, network, same, weights_of
+from trainers import ROWS, arguments
+from watching import KINDS, LR, SAVED, STEPS, TOKENS, Run, llama, loader_of, loss_of, same, weights_of
 
 from paceline import PACE, Control, averaged_state_dict, averaged_weights
 
@@ -44,35 +48,46 @@ def test_transformers_refuses(build, changes, reason, tmp_path):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
-def test_transformers_refuses_sharded_trainers(kind, tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
-    from accelerate.state import PartialState
+@pytest.mark.parametrize(
+    "kind, plugin, changes, reason",
+    [
+        ("DEEPSPEED", {}, {}, r"in ZeRO-1, 2 and 3, .* use fsdp=True \(FSDP2\), or DDP"),
+        ("FSDP", {"fsdp_version": 1}, {}, 'FSDP1 is not supported; use FSDP2, by fsdp_config={"version": 2}'),
+        (
+            "FSDP",
+            {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+            {"load_best_model_at_end": True, "save_steps": 2},
+            'set fsdp_config={"state_dict_type": "FULL_STATE_DICT"}',
+        ),
+    ],
+)
+def test_transformers_refuses_what_hides_the_average(kind, plugin, changes, reason, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     from paceline.integrations.huggingface import AveragedModelCallback
 
     watch = ROWS["transformers"].train(tmp_path, KINDS["push"], more={"max_steps": 1})
+    args = arguments(Run(folder=tmp_path, build=None), transformers.TrainingArguments, **changes)
+    transformers.Trainer(llama(), args, eval_dataset=[])  # which makes the state of Accelerate
     monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType[kind])
-    with pytest.raises(ValueError, match=f"{kind} is not supported in the Trainer yet; use DDP"):
-        AveragedModelCallback().on_train_begin(
-            watch.trainer.args, None, None, model=watch.model, optimizer=watch.optimizer
-        )
+    monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", DistributedType[kind])
+    monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", SimpleNamespace(**plugin))
+    with pytest.raises(ValueError, match=reason):
+        AveragedModelCallback().on_train_begin(args, None, None, model=watch.model, optimizer=watch.optimizer)
 
 
-def test_settings_are_those_of_the_training_arguments(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from paceline.integrations.huggingface import pace_for_trainer
-
-    args = arguments(tmp_path, transformers.TrainingArguments, adam_beta2=0.95, eval_strategy="no")
-    found = pace_for_trainer(args, control=Control.push())
-    optimizer = transformers.Trainer(llama(), args, optimizer_cls_and_kwargs=found).create_optimizer()
-    assert type(optimizer) is PACE
-    for group, decay in zip(optimizer.param_groups, (0.01, 0.0), strict=True):
-        assert (group["lr"], group["betas"], group["eps"]) == (LR, (0.9, 0.95), 1e-8)
-        assert (group["weight_decay"], group["control"]) == (decay, Control.push())
-    with pytest.raises(ValueError, match=r"Invalid weight_decay value: .* give it to TrainingArguments"):
-        pace_for_trainer(args, weight_decay=0.2)
+def test_live_weights_can_be_evaluated_after_training(tmp_path):
+    pytest.importorskip("transformers")
+    watch = ROWS["transformers"].train(tmp_path, KINDS["AdamW"], saves=False)
+    for shown, expected in ((watch.callback.live_weights(), watch.live), (nullcontext(), watch.average)):
+        with shown:
+            watch.trainer.evaluate(metric_key_prefix="again")
+        assert same(watch.forwards[-1][2], expected[-1])
+    with watch.callback.live_weights():
+        assert same(watch.returned(), watch.live[-1])
+    assert same(watch.returned(), watch.average[-1])
 
 
 # --- Lightning and Fabric -------------------------------------------------------------------------------
@@ -81,7 +96,7 @@ def test_settings_are_those_of_the_training_arguments(tmp_path):
 def test_lightning_refuses(tmp_path):
     pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import EMAWeightAveraging
-    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
     from paceline.integrations.lightning import AveragedModelCallback
 
@@ -97,22 +112,26 @@ def test_lightning_refuses(tmp_path):
         with pytest.raises(ValueError, match=f"AveragedModelCallback: {reason}"):
             ROWS["lightning"].train(tmp_path, build, **changes)
     watch = ROWS["lightning"].train(tmp_path, KINDS["push"], more={"max_steps": 1})
-    for strategy in (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy):
+    for strategy in (DeepSpeedStrategy, FSDPStrategy):
         watch.trainer.strategy.__class__ = strategy  # they are only made where there are GPUs
-        with pytest.raises(ValueError, match=f"{strategy.__name__} is not supported in Lightning yet"):
+        with pytest.raises(
+            ValueError, match=f"{strategy.__name__} trains flat copies .* ModelParallelStrategy"
+        ):
             AveragedModelCallback().setup(watch.trainer, watch.module, "fit")
 
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_another_fit_continues_from_live_or_from_what_was_loaded(loaded, tmp_path):
     pytest.importorskip("lightning")
-    first = ROWS["lightning"].train(tmp_path, KINDS["push"], more={"max_steps": 4})
-    expected = first.live[4]
+    first = ROWS["lightning"].train(tmp_path, KINDS["push"])
+    expected = first.live[STEPS]
+    first.trainer.save_checkpoint(tmp_path / "end.ckpt")
     if loaded:
-        first.trainer.validate(first.module, loader_of(), ckpt_path=tmp_path / "step=2.ckpt", verbose=False)
-        expected = first.average[2]
-    first.trainer.fit_loop.epoch_loop.max_steps = STEPS
-    first.trainer.fit(first.module, loader_of(), loader_of())
+        path = tmp_path / f"step={SAVED}.ckpt"
+        first.trainer.validate(first.module, loader_of(TOKENS, 8), ckpt_path=path, verbose=False)
+        expected = first.average[SAVED]
+    first.trainer.fit_loop.epoch_loop.max_steps = STEPS + 2
+    first.trainer.fit(first.module, loader_of(TOKENS, 8), loader_of(TOKENS, 8))
     assert same(first.module.watch.live[0], expected)
     assert same(first.returned(), first.module.watch.average[-1])
 
@@ -120,25 +139,25 @@ def test_another_fit_continues_from_live_or_from_what_was_loaded(loaded, tmp_pat
 @pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path")
 def test_lightning_without_the_callback_resumes_from_live_and_warns(tmp_path):
     pytest.importorskip("lightning")
-    straight = ROWS["lightning"].train(tmp_path, KINDS["attached"])
+    straight = ROWS["lightning"].train(tmp_path, KINDS["AdamW"])
     with pytest.warns(UserWarning, match="need to be provided .*AveragedModelCallback"):
-        resumed = ROWS["lightning"].train(tmp_path, KINDS["attached"], resume=True, averaged=False)
+        resumed = ROWS["lightning"].train(tmp_path, KINDS["AdamW"], resume=True, averaged=False)
     assert same(resumed.live[-1], straight.live[-1])
 
 
 def test_fabric_needs_nothing(tmp_path):
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
-    net = network()
+    net = llama()
     model, optimizer = fabric.setup(net, KINDS["push"](net.parameters()))
-    for x, y in loader_of():
-        fabric.backward(nn.functional.mse_loss(model(x), y))
+    for tokens in loader_of(TOKENS, 8):
+        fabric.backward(loss_of(model, tokens))
         optimizer.step()
         optimizer.zero_grad()
     live, average = weights_of(net), averaged_state_dict(model, optimizer)
     with averaged_weights(optimizer):
         assert same(average, weights_of(net)) and not same(live, weights_of(net))
         fabric.save(tmp_path / "run.ckpt", {"model": model, "optimizer": optimizer})
-    other = network()
+    other = llama()
     model, optimizer = fabric.setup(other, KINDS["push"](other.parameters()))
     fabric.load(tmp_path / "run.ckpt", {"model": model, "optimizer": optimizer})
     assert same(weights_of(other), live) and same(averaged_state_dict(model, optimizer), average)
@@ -167,6 +186,11 @@ def test_timm_saves_the_average_where_its_loaders_look_first(tmp_path):
     with averaged_weights(optimizer):
         expected = model.eval()(images)
     assert torch.equal(ema.eval()(images), expected) and same(weights_of(model), live)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
 
 
 def test_torchtitan_container(tmp_path):

@@ -1,118 +1,47 @@
-"""The trainers of the battery: each trains 8 steps, evaluates every 2, and saves every 4.
+"""The trainers of the battery: each trains 12 steps, evaluates the average every 2, and saves every 6."""
 
-All of them train a small model under a `Watch`, which notes the weights of every forward pass.
-"""
-
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from watching import (
+    LR,
+    SAVED,
+    STEPS,
+    TOKENS,
+    Row,
+    Run,
+    Watch,
+    Weights,
+    llama,
+    loader_of,
+    loss_of,
+    share,
+    weights_of,
+)
 
-from paceline import PACE, Control, attach, averaged_state_dict, averaged_weights, save_averaged
-from paceline.optim.weights import has_keeper
-
-STEPS = 8
-LR = 3e-2
-Weights = dict[str, torch.Tensor]
-
-KINDS = {
-    "paper": lambda params: PACE(params, LR),
-    "push": lambda params: PACE(params, LR, control=Control.push()),
-    "int8": lambda params: PACE(params, LR, control=Control.push(), average_dtype="int8"),
-    "attached": lambda params: attach(torch.optim.AdamW(params, LR), control=Control.push()),
-}
-
-
-class Stop(Exception):
-    """What ends a run early, with its watch."""
-
-
-def weights_of(model: nn.Module) -> Weights:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-class Watch:
-    """The live weights and the average after every step, and the weights of every forward pass."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, fail: str = "") -> None:
-        self.model, self.optimizer, self.fail = model, optimizer, fail
-        self.live, self.average = [weights_of(model)], [weights_of(model)]
-        self.forwards: list[tuple[int, bool, Weights]] = []  # steps taken, whether it trains, weights
-        model.register_forward_pre_hook(self._note_forward)
-        optimizer.register_step_post_hook(self._note_step)
-
-    def _note_forward(self, model: nn.Module, inputs: Any) -> None:
-        steps = len(self.live) - 1
-        self.forwards.append((steps, model.training, weights_of(model)))
-        if steps == 6 and self.fail == ("training" if model.training else "evaluation"):
-            raise Stop(self)
-
-    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.live.append(weights_of(self.model))
-        if has_keeper(optimizer):
-            state = averaged_state_dict(self.model, optimizer)
-            self.average.append({name: state[name] for name in self.live[-1]})
-
-    def returned(self) -> Weights:
-        """The trained weights that the model holds now."""
-        return weights_of(self.model)
-
-
-def same(a: Weights, b: Weights) -> bool:
-    """Return whether weights are equal, of all those that `b` has."""
-    return all(torch.equal(a[name].to(b[name].dtype), b[name]) for name in b)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a trainer is asked for."""
-
-    folder: Path
-    build: Callable[..., torch.optim.Optimizer]
-    resume: bool = False
-    """From the checkpoint of step 4."""
-    fail: str = ""
-    """Where a forward pass after step 6 raises: "training" or "evaluation"."""
-    averaged: bool = True
-    """Whether our callback takes part."""
-    best: bool = False
-    """End with the best model: an early one, because here higher losses count as better."""
-    scaler: Any = None
-    accumulate: int = 1
-    ranks: int = 1
-    more: dict[str, Any] = field(default_factory=dict)
-    """Settings of the trainer."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A trainer, how its checkpoint of a step is read (live weights and average), and what it learns."""
-
-    loop: Callable[[Run], Watch]
-    saved: Callable[[Watch, Path, int], tuple[Weights, Weights]]
-    loss_of: Callable[[nn.Module], torch.Tensor]
-
-    def train(self, folder: Path, build: Any, **settings: Any) -> Watch:
-        return self.loop(Run(folder=folder, build=build, **settings))
-
+from paceline import averaged_weights, save_averaged
 
 # --- transformers and TRL -------------------------------------------------------------------------------
 
-TOKENS = torch.randint(32, (48, 8), generator=torch.Generator().manual_seed(1))
-TOKENS[:40] = (TOKENS[:40, :1] + torch.arange(8)) % 32  # what there is to learn
 
+def fsdp2_on_cpu() -> None:
+    """Let Accelerate shard on a CPU, which it does on GPUs only."""
+    from accelerate import state
+    from accelerate.utils import DistributedType
 
-def llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    init = state.AcceleratorState.__init__
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, bos_token_id=1, eos_token_id=2, **sizes | changes))
+    def init_sharded(self: Any, *args: Any, fsdp_plugin: Any = None, **settings: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **settings)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    state.AcceleratorState.__init__ = init_sharded
 
 
 def lora() -> nn.Module:
@@ -121,14 +50,17 @@ def lora() -> nn.Module:
     return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
-def arguments(folder: Path, kind: type, **changes: Any) -> Any:
+def arguments(run: Run, kind: type, **changes: Any) -> Any:
     settings = {
         "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
+        "per_device_train_batch_size": 4 // run.ranks,
+        "per_device_eval_batch_size": 16 // run.ranks,
+        "gradient_accumulation_steps": run.accumulate,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
-        "weight_decay": 0.01,
-        "save_steps": 4,
+        "max_grad_norm": 0.0,
+        "save_strategy": "steps" if run.saves else "no",
+        "save_steps": SAVED,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "report_to": "none",
@@ -136,7 +68,18 @@ def arguments(folder: Path, kind: type, **changes: Any) -> Any:
         "use_cpu": True,
         "dataloader_pin_memory": False,
     }
-    return kind(str(folder), **settings | changes)
+    if run.best:
+        settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+        settings |= {"greater_is_better": True, "save_steps": 2}
+    if run.ranks > 1:
+        settings["ddp_backend"] = "gloo"
+    if run.format:
+        sharding = {
+            "state_dict_type": f"{run.format.upper()}_STATE_DICT",
+            "reshard_after_forward": run.reshard,
+        }
+        settings |= {"fsdp": True, "fsdp_config": sharding}
+    return kind(str(run.folder), **settings | changes | run.more)
 
 
 def data_for_trl() -> dict[str, Any]:
@@ -147,36 +90,55 @@ def data_for_trl() -> dict[str, Any]:
     rows = Dataset.from_dict({"input_ids": TOKENS.tolist()})
     words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(32)}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<2>")
-    train, held_out = rows.select(range(32)), rows.select(range(32, 48))
+    train, held_out = rows.select(range(24)), rows.select(range(24, 40))
     return {"train_dataset": train, "eval_dataset": held_out, "processing_class": tokenizer}
 
 
-def with_transformers(run: Run, trl: bool = False) -> Watch:
-    from transformers import Trainer, TrainingArguments
+def with_transformers(run: Run, trl: str = "") -> Watch:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from paceline.integrations.huggingface import AveragedModelCallback
+    from paceline.integrations.huggingface import AveragedModelCallback, optimizer_for_trainer
+
+    watches: list[Watch] = []
+    ours = AveragedModelCallback()
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = run.build([p for p in model.parameters() if p.requires_grad])
+        watches.append(Watch(model, optimizer, run))
+        return optimizer
+
+    class NotesLosses(TrainerCallback):
+        """Evaluates live weights at odd steps; the Trainer evaluates the average at even ones."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            if state.global_step % 4 == 1 and run.averaged and not run.fail:
+                with ours.live_weights(), watches[0].asks_for_live():
+                    watches[0].note_loss("live", trainer.evaluate(metric_key_prefix="live")["live_loss"])
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **rest: Any) -> None:
+            if "eval_loss" in metrics:
+                watches[0].note_loss("average", metrics["eval_loss"])
 
     rows = [{"input_ids": row, "labels": row} for row in TOKENS]
-    kind, of, data = Trainer, TrainingArguments, {"train_dataset": rows[:32], "eval_dataset": rows[32:]}
-    settings = {"gradient_accumulation_steps": run.accumulate, **run.more}
+    kind, args = Trainer, TrainingArguments
+    data: dict[str, Any] = {"train_dataset": rows[:24], "eval_dataset": rows[24:]}
+    changes = {}
     if trl:
         from trl import SFTConfig, SFTTrainer
 
-        kind, of, data = SFTTrainer, SFTConfig, data_for_trl()
-        settings |= {"bf16": False, "gradient_checkpointing": False}
-    if run.best:
-        settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
-        settings |= {"greater_is_better": True, "save_steps": 2}
-    if run.ranks > 1:
-        settings["ddp_backend"] = "gloo"
-    model = lora() if trl else llama()
-    optimizer = run.build([p for p in model.parameters() if p.requires_grad])
-    watch = Watch(model, optimizer, run.fail)
-    callbacks = [AveragedModelCallback()] if run.averaged else []
-    args = arguments(run.folder, of, **settings)
-    trainer = watch.trainer = kind(model, args, optimizers=(optimizer, None), callbacks=callbacks, **data)
+        kind, args, data = SFTTrainer, SFTConfig, data_for_trl()
+        changes = {"bf16": False, "gradient_checkpointing": False}
+    trainer = kind(
+        lora() if trl == "lora" else run.model(),
+        arguments(run, args, **changes),
+        optimizer_cls_and_kwargs=optimizer_for_trainer(build) if run.averaged else (lambda: build, {}),
+        callbacks=[NotesLosses(), *([ours] if run.averaged else [])],
+        **data,
+    )
     trainer.accelerator.scaler = run.scaler
-    trainer.train(resume_from_checkpoint=str(run.folder / "checkpoint-4") if run.resume else None)
+    trainer.train(resume_from_checkpoint=str(run.folder / f"checkpoint-{SAVED}") if run.resume else None)
+    (watch,) = watches
+    watch.trainer, watch.callback = trainer, ours
     if run.best:
         watch.best = int(trainer.state.best_model_checkpoint.rpartition("-")[2])
     return watch
@@ -187,129 +149,210 @@ def saved_by_transformers(watch: Watch, folder: Path, step: int) -> tuple[Weight
     from transformers import AutoModelForCausalLM
 
     checkpoint = folder / f"checkpoint-{step}"
-    if not isinstance(watch.model, PeftModel):
-        loaded = (AutoModelForCausalLM.from_pretrained(f) for f in (checkpoint, checkpoint / "averaged"))
+    is_adapter = isinstance(watch.model, PeftModel)
+    folders = checkpoint, checkpoint / "averaged" / ("default" if is_adapter else "")
+    # A sharded checkpoint has live weights in a format of torch's.
+    folders = [f for f in folders if list(f.glob("*config.json"))]
+    if is_adapter:
+        loaded = [PeftModel.from_pretrained(llama(), f, is_trainable=True) for f in folders]
     else:
-        folders = checkpoint, checkpoint / "averaged" / "default"
-        loaded = (PeftModel.from_pretrained(llama(), f, is_trainable=True) for f in folders)
-    live, average = map(weights_of, loaded)
-    return live, average
+        loaded = [AutoModelForCausalLM.from_pretrained(f) for f in folders]
+    average = weights_of(loaded[-1])
+    return weights_of(loaded[0]) if len(loaded) > 1 else watch.live[step], average
 
 
-def loss_of_tokens(model: nn.Module) -> torch.Tensor:
-    return model(input_ids=TOKENS[:32], labels=TOKENS[:32]).loss
+# --- Lightning ------------------------------------------------------------------------------------------
 
 
-# --- Lightning, Accelerate ------------------------------------------------------------------------------
+def shard(model: nn.Module, run: Run, mesh: Any = None) -> nn.Module:
+    """Shard a Llama as people do: layers by themselves, embedding and head with the root."""
+    from torch.distributed.fsdp import fully_shard
 
-INPUTS = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
-LABELS = INPUTS.square().sum(1, keepdim=True)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def loader_of() -> Any:
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(INPUTS, LABELS), batch_size=8)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=run.reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=run.reshard)
 
 
 def with_lightning(run: Run) -> Watch:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import FSDPModule
 
     from paceline.integrations.lightning import AveragedModelCallback
 
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.network = network()
+            self.network = run.model()
+
+        def configure_model(self):
+            if run.format and not isinstance(self.network, FSDPModule):  # a validation configures it again
+                shard(self.network, run, self.device_mesh["data_parallel"])
 
         def training_step(self, batch, batch_idx):
-            return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+            return loss_of(self.network, batch)
 
         def validation_step(self, batch, batch_idx):
-            self.log("loss", self.training_step(batch, batch_idx))
+            loss = loss_of(self.network, batch)
+            self.log("loss", loss, sync_dist=True)
+            self.watch.note_loss("average", loss)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.watch.steps % 4 == 1 and run.averaged and not run.fail and run.accumulate == 1:
+                self.network.eval()
+                with torch.no_grad(), self.watch.asks_for_live():
+                    self.watch.note_loss("live", loss_of(self.network, share(TOKENS[24:], run)))
+                self.network.train()
 
         def configure_optimizers(self):
             optimizer = run.build(self.network.parameters())
-            self.watch = Watch(self.network, optimizer, run.fail)
+            self.watch = Watch(self.network, optimizer, run)
             return optimizer
 
-    saves = ModelCheckpoint(run.folder, "{step}", monitor="loss", mode="max", save_top_k=-1)
+    saves = ModelCheckpoint(
+        run.folder,
+        "{step}",
+        monitor="loss",
+        mode="max",
+        save_top_k=-1,
+        every_n_train_steps=None if run.best else SAVED,
+    )
+    strategy: Any = "ddp" if run.ranks > 1 else "auto"
+    if run.format:
+        is_sharded = run.format == "sharded"
+        strategy = ModelParallelStrategy(run.ranks, 1, is_sharded, process_group_backend="gloo")
     settings = {"max_steps": STEPS, "val_check_interval": 2, "accumulate_grad_batches": run.accumulate}
-    settings |= {"accelerator": "cpu", "devices": run.ranks, "strategy": "ddp" if run.ranks > 1 else "auto"}
+    settings |= {"accelerator": "cpu", "devices": run.ranks, "strategy": strategy, "num_sanity_val_steps": 0}
+    settings["use_distributed_sampler"] = False  # which shuffles
     settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings |= {"plugins": [MixedPrecision("16-mixed", "cpu", run.scaler)] if run.scaler else [], **run.more}
     ours = [AveragedModelCallback()] if run.averaged else []
-    settings["callbacks"] = [saves, *ours, *settings.get("callbacks", [])]
+    settings["callbacks"] = [*([saves] if run.saves else []), *ours, *settings.get("callbacks", [])]
     trainer, module = pl.Trainer(default_root_dir=run.folder, **settings), Module()
-    trainer.fit(
-        module, loader_of(), loader_of(), ckpt_path=run.folder / "step=4.ckpt" if run.resume else None
+    resumed = run.folder / f"step={SAVED}.ckpt" if run.resume else None
+    rows, evaluated = (
+        loader_of(share(part, run), size // run.ranks) for part, size in ((TOKENS[:24], 4), (TOKENS[24:], 16))
     )
+    trainer.fit(module, rows, evaluated, ckpt_path=resumed)
     watch = module.watch
     watch.trainer, watch.module = trainer, module
     if run.best:
-        trainer.validate(module, loader_of(), ckpt_path="best", verbose=False)
+        trainer.validate(module, evaluated, ckpt_path="best", verbose=False)
         watch.best = int(Path(saves.best_model_path).stem.removeprefix("step="))
     return watch
 
 
 def saved_by_lightning(watch: Watch, folder: Path, step: int) -> tuple[Weights, Weights]:
-    file = torch.load(folder / f"step={step}.ckpt", weights_only=True)
+    path = folder / f"step={step}.ckpt"
+    if path.is_dir():  # in torch's format, which a resume reads
+        return watch.live[step], watch.average[step]
+    file = torch.load(path, weights_only=True)
     live, average = (
-        {name.removeprefix("network."): tensor for name, tensor in file[key].items()}
+        {name.removeprefix("network."): tensor for name, tensor in file.get(key, {}).items()}
         for key in ("current_model_state", "state_dict")
     )
-    return live, average
+    return live or watch.live[step], average
+
+
+# --- Accelerate -----------------------------------------------------------------------------------------
+
+
+def accelerator_of(run: Run) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    more = dict(run.more)
+    if run.format:
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=run.reshard,
+            state_dict_type=f"{run.format.upper()}_STATE_DICT",
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap="LlamaDecoderLayer",
+        )
+    AcceleratorState._reset_state(True)  # of another run of this process
+    return Accelerator(cpu=True, gradient_accumulation_steps=run.accumulate, **more)
 
 
 def with_accelerate(run: Run) -> Watch:
-    """A loop of one's own, as Accelerate has no Trainer."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=run.accumulate, **run.more)
+    """Train by a loop of one's own, as Accelerate has no Trainer."""
+    accelerator = accelerator_of(run)
     accelerator.scaler = run.scaler
-    model = network()
+    model = run.model()
     optimizer = run.build(model.parameters())
-    watch = Watch(model, optimizer, run.fail)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of())
+    watch = Watch(model, optimizer, run)
+    rows = loader_of(TOKENS[:24], 4 // run.ranks)
+    model, wrapped, rows = accelerator.prepare(model, optimizer, rows)
     step = 0
     if run.resume:
-        accelerator.load_state(run.folder / "4")
-        step = 4
+        accelerator.load_state(run.folder / str(SAVED))
+        step = SAVED
     while step < STEPS:
-        for x, y in loader:
+        for tokens in rows:
             with accelerator.accumulate(model):
-                accelerator.backward((model(x) - y).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            step += accelerator.sync_gradients
-            if step % 2 or not accelerator.sync_gradients or not run.averaged:
-                continue
+                accelerator.backward(loss_of(model, tokens))
+                if not accelerator.sync_gradients:
+                    continue
+                wrapped.step()
+                wrapped.zero_grad()
+            step += 1
             model.eval()
-            with averaged_weights(optimizer), torch.no_grad():
-                model(INPUTS)
-                if step == 4 and not run.resume:
-                    accelerator.save_state(run.folder / "4")  # in the block: both sets are in the files
+            evaluated = share(TOKENS[24:], run)
+            with torch.no_grad():
+                if step % 4 == 1:
+                    with watch.asks_for_live():
+                        watch.note_loss("live", loss_of(model, evaluated))
+                if step % 2 == 0 and run.averaged:
+                    with averaged_weights(optimizer, model=model):
+                        watch.note_loss("average", loss_of(model, evaluated))
             model.train()
-            save_averaged(model, optimizer, run.folder / f"{step}.safetensors")
+            if step % SAVED == 0 and run.saves and run.averaged and not run.resume:
+                accelerator.save_state(run.folder / str(step))
+                save_averaged(model, optimizer, run.folder / f"{step}-averaged")
     return watch
 
 
 def saved_by_accelerate(watch: Watch, folder: Path, step: int) -> tuple[Weights, Weights]:
-    return deepcopy(watch.live[step]), load_file(folder / f"{step}.safetensors")
-
-
-def loss_of_regression(model: nn.Module) -> torch.Tensor:
-    return nn.functional.mse_loss(model(INPUTS), LABELS)
+    return watch.live[step], load_file(folder / f"{step}-averaged" / "model.safetensors")
 
 
 ROWS = {
-    "transformers": Row(with_transformers, saved_by_transformers, loss_of_tokens),
-    "trl": Row(lambda run: with_transformers(run, trl=True), saved_by_transformers, loss_of_tokens),
-    "lightning": Row(with_lightning, saved_by_lightning, loss_of_regression),
-    "accelerate": Row(with_accelerate, saved_by_accelerate, loss_of_regression),
+    "transformers": Row(with_transformers, saved_by_transformers),
+    "trl": Row(lambda run: with_transformers(run, trl="full"), saved_by_transformers),
+    "trl with LoRA": Row(lambda run: with_transformers(run, trl="lora"), saved_by_transformers),
+    "lightning": Row(with_lightning, saved_by_lightning),
+    "accelerate": Row(with_accelerate, saved_by_accelerate),
 }
+PACKAGES = {
+    "transformers": ("transformers", "accelerate"),
+    "trl": ("trl",),
+    "trl with LoRA": ("trl", "peft"),
+}
+FULL, SHARDED, DDP = {"format": "full"}, {"format": "sharded"}, {"format": ""}
+GATHERED = {"format": "sharded", "reshard": False, "tied": True}
+ON_TWO_RANKS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "transformers": {
+        "DDP": ("push", DDP),
+        "DDP, AdamW": ("AdamW", DDP),
+        "DDP, Muon": ("Muon", DDP),
+        "full": ("push", FULL),
+        "sharded, tied, gathered": ("paper", GATHERED),
+        "full, tied": ("push", FULL | {"tied": True}),
+        "full, AdamW": ("AdamW", FULL),
+        "sharded, Muon": ("Muon", SHARDED),
+        "full, bfloat16": ("push", FULL | {"dtype": torch.bfloat16}),
+    },
+    "trl": {"DDP": ("push", DDP), "full": ("push", FULL), "sharded, tied, gathered": ("push", GATHERED)},
+    "trl with LoRA": {"DDP": ("push", DDP), "full": ("push", FULL), "sharded": ("push", SHARDED)},
+}
+for _name in ("lightning", "accelerate"):
+    ON_TWO_RANKS[_name] = {
+        "DDP": ("push", DDP),
+        "full": ("push", FULL),
+        "sharded, tied, gathered": ("paper", GATHERED),
+        "sharded, AdamW": ("AdamW", SHARDED),
+    }
+"""Row → case → the kind of optimizer, and how the model is spread over ranks and saved."""

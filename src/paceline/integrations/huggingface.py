@@ -7,88 +7,115 @@ average after an evaluation, and live weights at other times.
 import logging
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, load_fsdp_optimizer
 from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from paceline.optim import PACE, save_averaged
-from paceline.optim.weights import keeper_of
+from paceline.optim import save_averaged
+from paceline.optim.sharding import is_sharded
+from paceline.optim.state import unsupported_averages
+from paceline.optim.weights import Keeper, keeper_of
 
 logger = logging.getLogger(__name__)
 
 
-def pace_for_trainer(args: TrainingArguments, **settings: Any) -> tuple[type[PACE], dict[str, Any]]:
-    """Return what a Trainer takes as `optimizer_cls_and_kwargs` to train with PACE.
+def optimizer_for_trainer(build: Callable[[nn.Module], Optimizer]) -> tuple[Any, dict[str, Any]]:
+    """Return what a Trainer takes as `optimizer_cls_and_kwargs`, given a function from model to optimizer.
 
-    Learning rate, betas, eps and weight decay are those of the training arguments, as for AdamW.
+    The Trainer calls it before it shards the model. The scheduler of the training arguments scales the
+    learning rate that the optimizer was built with.
 
     Arguments:
-        args: the arguments of the Trainer.
-        settings: further settings of `PACE`, by name.
+        build: returns `PACE`, or an optimizer that `attach` was called on, for all parameters to be trained.
 
-    >>> from paceline import Control
-    >>> from transformers import TrainingArguments
-    >>> args = TrainingArguments("out", learning_rate=1e-3, use_cpu=True)
-    >>> kind, settings = pace_for_trainer(args, control=Control.push())
-    >>> settings["lr"], settings["control"].strength
-    (0.001, -0.5)
+    >>> from paceline import PACE, Control, parameter_groups
+    >>> def build(model):
+    ...     return PACE(parameter_groups(model, weight_decay=0.1), lr=1e-3, control=Control.push())
+    >>> kind, settings = optimizer_for_trainer(build)
     """
-    if "weight_decay" in settings:
-        raise ValueError(
-            f"Invalid weight_decay value: {settings['weight_decay']}; give it to TrainingArguments, because "
-            "the Trainer sets it for each of its parameter groups"
-        )
-    from_args = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-    }
-    return PACE, from_args | settings
+
+    def build_checked(model: nn.Module) -> Optimizer:
+        optimizer = build(model)
+        keeper_of(optimizer)  # raises for one that keeps no average
+        return optimizer
+
+    # The Trainer calls what is no class of optimizers without arguments, and what it returns with the model.
+    return (lambda: build_checked), {}
 
 
 @final
 class AveragedModelCallback(TrainerCallback):
     """The callback that evaluates, saves and returns the average, and trains and resumes from live.
 
-    * Evaluation runs on the average.
+    * Evaluation runs on the average. Inside `with callback.live_weights():` it runs on live weights.
     * `checkpoint-N/` holds live weights, from which training resumes. `checkpoint-N/averaged/` holds the
       average, for `from_pretrained`. For a PEFT model it has a folder for each adapter.
     * After training the model holds the average. With `load_best_model_at_end` it is that of the best
       checkpoint. `trainer.evaluate()` and `trainer.save_model()` use it.
 
-    It works with `PACE` and with any optimizer that `attach` was called on, on one device and under DDP.
+    It works with `PACE` and with any optimizer that `attach` was called on, on one device, under DDP and
+    under FSDP2.
 
     .. code-block:: python
 
         trainer = Trainer(
             model, args, train_dataset=data, eval_dataset=held_out,
-            optimizer_cls_and_kwargs=pace_for_trainer(args, control=Control.push()),
+            optimizer_cls_and_kwargs=optimizer_for_trainer(build),
             callbacks=[AveragedModelCallback()],
         )
     """
 
     def __init__(self) -> None:
         self._training = False
+        self._evaluates_live = False
+        self._shown_in: tuple[Keeper, nn.Module] | None = None
+
+    @contextmanager
+    def live_weights(self) -> Iterator[None]:
+        """Evaluate live weights for the length of a with-block, in training and after it."""
+        if self._shown_in is None:  # before training they are what there is
+            yield
+            return
+        keeper, model = self._shown_in
+        was_shown = keeper.shown != "live"
+        keeper.hide()
+        self._evaluates_live = True
+        try:
+            yield
+        finally:
+            self._evaluates_live = False
+            if was_shown:
+                keeper.show(None, model)
+
+    def _show(self, keeper: Keeper, model: nn.Module) -> None:
+        if not self._evaluates_live:
+            keeper.show(None, model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Raise ValueError before the first step if the run could not end with the average."""
-        optimizer = _inside(kwargs["optimizer"])
-        reason = _unsupported(args, kwargs["model"], optimizer)
+        model, optimizer = kwargs["model"], _inside(kwargs["optimizer"])
+        reason = _unsupported_parallelism(args, model) or _unsupported(args, model, optimizer)
         if reason:
             raise ValueError(f"AveragedModelCallback: {reason}")
-        if not isinstance(optimizer, PACE):
-            # The Trainer calls these two around an evaluation, if an optimizer has them.
-            keeper = keeper_of(optimizer)
-            optimizer.eval, optimizer.train = keeper.show, keeper.hide  # type: ignore[attr-defined]
-        self._training = True
+        keeper = keeper_of(optimizer)
+        keeper.drop_copies(model)  # from an evaluation before a checkpoint was loaded
+        # The Trainer calls these two around an evaluation, if an optimizer has them, and does not say which
+        # model it evaluates, whose gathered copies must be dropped.
+        optimizer.eval = partial(self._show, keeper, model)  # type: ignore[attr-defined]
+        if not hasattr(optimizer, "train"):
+            optimizer.train = keeper.hide  # type: ignore[attr-defined]
+        self._shown_in, self._training = (keeper, model), True
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -115,17 +142,17 @@ class AveragedModelCallback(TrainerCallback):
         if state.is_hyper_param_search:
             return  # a callback does not get the name of its folder
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        partial = checkpoint / "averaged.partial"
+        unfinished = checkpoint / "averaged.partial"
         # On resume the Trainer loads each folder directly inside of a checkpoint as an adapter.
-        is_adapter = (checkpoint / "adapter_config.json").is_file()
-        inside = partial / "default" if is_adapter else partial
+        is_adapter = hasattr(kwargs["model"], "peft_config")
+        inside = unfinished / "default" if is_adapter else unfinished
         save_averaged(kwargs["model"], kwargs["optimizer"], inside)
         if state.is_world_process_zero:
             if kwargs["processing_class"] is not None:
                 kwargs["processing_class"].save_pretrained(inside)
             whole = checkpoint / "averaged"
             shutil.rmtree(whole, ignore_errors=True)  # from an earlier run to this step
-            os.replace(partial, whole)
+            os.replace(unfinished, whole)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -136,10 +163,9 @@ class AveragedModelCallback(TrainerCallback):
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             # The Trainer has loaded the live weights of that checkpoint. Load its average too.
             best = Path(state.best_model_checkpoint)
-            saved = torch.load(best / "optimizer.pt", map_location="cpu", weights_only=True)
-            optimizer.load_state_dict(saved)
+            _load_state(optimizer, kwargs["model"], best)
             of = best.name
-        keeper_of(optimizer).show()
+        keeper_of(optimizer).show(None, kwargs["model"])
         self._training = False
         if state.is_world_process_zero:
             logger.warning(
@@ -157,12 +183,49 @@ def _inside(optimizer: Any) -> Optimizer:
     return optimizer
 
 
+def _load_state(optimizer: Optimizer, model: nn.Module, checkpoint: Path) -> None:
+    """Load the optimizer's state of a checkpoint, in the format in which the Trainer has saved it."""
+    if AcceleratorState().distributed_type == DistributedType.FSDP:
+        # Of an Accelerator this takes what a PartialState has: the rank, and a barrier.
+        load_fsdp_optimizer(AcceleratorState().fsdp_plugin, PartialState(), optimizer, model, checkpoint)
+        return
+    saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(saved)
+
+
+# --- What is refused ------------------------------------------------------------------------------------
+
+
+def _unsupported_parallelism(args: TrainingArguments, model: nn.Module) -> str | None:
+    """Return why the average cannot be kept the way this model is spread over devices, or None."""
+    kind = AcceleratorState().distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        return (
+            "DeepSpeed trains flat copies of the weights, in ZeRO-1, 2 and 3, so that the model would not "
+            "hold the average; use fsdp=True (FSDP2), or DDP"
+        )
+    if kind == DistributedType.FSDP:
+        plugin = AcceleratorState().fsdp_plugin
+        if plugin.fsdp_version != 2:
+            return 'FSDP1 is not supported; use FSDP2, by fsdp_config={"version": 2}'
+        if args.load_best_model_at_end and "FULL" not in str(plugin.state_dict_type):
+            return (
+                "load_best_model_at_end needs checkpoints in the full format, because ranks of the Trainer "
+                'may disagree about which sharded one is the best; set fsdp_config={"state_dict_type": '
+                '"FULL_STATE_DICT"}'
+            )
+    elif any(is_sharded(parameter) for parameter in model.parameters()):
+        return (
+            "the parameters are sharded, and not by the Trainer's FSDP2 (tensor parallelism or "
+            "DistributedConfig), whose way of saving leaves out the average; use fsdp=True, or DDP"
+        )
+    return None
+
+
 def _unsupported(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) -> str | None:
     """Return why a run cannot be evaluated on its average and end with it, or None."""
-    kind = AcceleratorState().distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        return f"{kind.value} is not supported in the Trainer yet; use DDP"
-    known = {id(parameter) for group in keeper_of(optimizer).groups for parameter in group["params"]}
+    groups = keeper_of(optimizer).groups
+    known = {id(parameter) for group in groups for parameter in group["params"]}
     named = dict(model.named_parameters())
     if known - {id(parameter) for parameter in named.values()}:
         return f"{type(optimizer).__name__} trains parameters that are not the model's own"
@@ -177,4 +240,4 @@ def _unsupported(args: TrainingArguments, model: nn.Module, optimizer: Optimizer
             "load_best_model_at_end=True loads the best average from optimizer.pt, which "
             "save_only_model=True leaves out"
         )
-    return None
+    return unsupported_averages(groups)

@@ -1,11 +1,12 @@
 """PACE in Lightning's Trainer. Fabric needs no integration.
 
 A checkpoint follows the convention of Lightning's own WeightAveraging: `state_dict` is the average, which
-`load_from_checkpoint` and other tools read. Live weights are stored next to it, to resume from.
+`load_from_checkpoint` and other tools read. Training resumes from live weights in the optimizer's state.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from typing import Any, final
@@ -19,8 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.optim.attach import PREFIX
-from paceline.optim.checkpoint import with_live
+from paceline.optim.state import unsupported_averages
 from paceline.optim.weights import Keeper, has_keeper, keeper_of
 
 
@@ -30,12 +30,13 @@ class AveragedModelCallback(Callback):
 
     * Validation, test and prediction run on the average.
     * `state_dict` of every checkpoint is the average, also with `save_weights_only=True`. Live weights are
-      stored as `current_model_state`. `trainer.fit(..., ckpt_path=...)` resumes from them, bit for bit.
+      in the optimizer's state, from which `trainer.fit(..., ckpt_path=...)` resumes, bit for bit. Unless the
+      model is sharded, they are `current_model_state` too.
     * After `trainer.fit` the module holds the average. Another `trainer.fit` continues from live, unless
       other weights were loaded in between.
 
-    It works with `PACE` and with optimizers that `attach` was called on, one or several, on one device and
-    under DDP. Its place in the list of callbacks does not matter.
+    It works with `PACE` and with optimizers that `attach` was called on, one or several, on one device, under
+    DDP, and under ModelParallelStrategy (FSDP2). Its place in the list of callbacks does not matter.
 
     .. code-block:: python
 
@@ -59,7 +60,7 @@ class AveragedModelCallback(Callback):
         # In front, so that all other callbacks see the same weights, in any order.
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
-        _save_average(trainer.strategy)
+        _use_average(trainer.strategy)
         own = {id(parameter) for parameter in pl_module.parameters()}
         earlier = [k for k in _keepers(trainer.optimizers) if own.issuperset(map(id, _trained([k])))]
         trained = _trained(earlier)
@@ -77,7 +78,7 @@ class AveragedModelCallback(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average. A later hook restores live weights, after all hooks of the validation."""
         if _fits(trainer):
-            _show_average(_keepers(trainer.optimizers))
+            _show_average(_keepers(trainer.optimizers), pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore live weights after the sanity check."""
@@ -95,56 +96,46 @@ class AveragedModelCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the average in the module."""
-        self._leave_average(trainer)
+        self._leave_average(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the average in the module, for tests and saves after an interrupt."""
         if _fits(trainer):
-            self._leave_average(trainer)
+            self._leave_average(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log which weights the module holds."""
         if stage != "fit":
             return
-        self._leave_average(trainer)  # a fit without a step has no on_train_end
+        self._leave_average(trainer, pl_module)  # a fit without a step has no on_train_end
         rank_zero_info(
             "The module holds the average of its weights; test, predict and save_checkpoint use it. "
             "Live weights come back when this Trainer fits it again."
         )
 
-    def _leave_average(self, trainer: Trainer) -> None:
+    def _leave_average(self, trainer: Trainer, module: LightningModule) -> None:
         keepers = _keepers(trainer.optimizers)
-        _show_average(keepers)
+        _show_average(keepers, module)
         self._left_as = _versions(_trained(keepers))
 
     # --- Checkpoints --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return a note, which makes Lightning warn a user who resumes without this callback."""
-        return {"state_dict": "average", "current_model_state": "live"}
+        return {"state_dict": "average", "optimizer_states": "live"}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add live weights to a checkpoint. Its `state_dict` is the average already."""
-        keepers = _keepers(trainer.optimizers)
-        if not keepers:
-            return  # the Trainer has not trained
-        live = {id(tensor): live for keeper in keepers for tensor, live in keeper.live_weights()}
-        checkpoint["current_model_state"] = _with(live, checkpoint["state_dict"], pl_module)
-        checkpoint["averaging_state"] = {}  # all of it is in optimizer_states
-        # With these a checkpoint restores live even where it is loaded without this callback.
-        checkpoint["optimizer_states"] = [
-            _state_with_live(optimizer, state)
-            for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True)
-        ]
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Load live weights in place of `state_dict`, which Lightning has just loaded."""
-        if _fits(trainer) and "current_model_state" in checkpoint:
-            pl_module.load_state_dict(checkpoint["current_model_state"], strict=pl_module.strict_loading)
+        # Of a sharded checkpoint Lightning writes further entries on one rank only.
+        if trainer.optimizers and not isinstance(trainer.strategy, ModelParallelStrategy):
+            live = {p: own for keeper in _keepers(trainer.optimizers) for p, own in keeper.live_weights()}
+            state = pl_module.state_dict(keep_vars=True)
+            for name, value in state.items():
+                state[name] = live.get(value, value) if isinstance(value, Tensor) else value
+            checkpoint["current_model_state"] = _copied(state)
+            checkpoint["averaging_state"] = {}  # all of it is in optimizer_states
 
 
 def _fits(trainer: Trainer) -> bool:
@@ -164,9 +155,9 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def _show_average(keepers: Iterable[Keeper]) -> None:
+def _show_average(keepers: Iterable[Keeper], module: LightningModule) -> None:
     for keeper in keepers:
-        keeper.show()
+        keeper.show(None, module)
 
 
 def _show_live(keepers: Iterable[Keeper]) -> None:
@@ -174,41 +165,65 @@ def _show_live(keepers: Iterable[Keeper]) -> None:
         keeper.hide()
 
 
-def _save_average(strategy: Strategy) -> None:
-    """Make the Trainer use the average as `state_dict` of its checkpoints."""
-    # No hook runs if only weights are saved. So this replaces the method from which the Trainer gets them.
+@contextmanager
+def _showing_average(keepers: list[Keeper], module: LightningModule) -> Iterator[None]:
+    """Show the average for the length of a with-block."""
+    hidden = [keeper for keeper in keepers if keeper.shown == "live"]
+    try:
+        _show_average(keepers, module)
+        yield
+    finally:
+        _show_live(hidden)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's state that no later change of its weights reaches."""
+    copied = copy(state)  # keeps torch's attribute _metadata
+    for name, value in state.items():
+        copied[name] = value.detach().clone() if isinstance(value, Tensor) else value
+    return copied
+
+
+def _use_average(strategy: Strategy) -> None:
+    """Make the Trainer use the average as `state_dict` of its checkpoints, with live in the optimizer's."""
+    # No hook runs if only weights are saved. So this replaces the methods from which the Trainer gets them.
     own = strategy.lightning_module_state_dict
-    if not isinstance(own, partial):  # an earlier fit may have replaced it
-        strategy.lightning_module_state_dict = partial(_averaged_state, strategy, own)  # type: ignore[method-assign]
+    if isinstance(own, partial):  # an earlier fit has replaced it
+        return
+    strategy.lightning_module_state_dict = partial(_averaged_state, strategy, own)  # type: ignore[method-assign]
+    strategy.optimizer_state = partial(_state_with_live, strategy, strategy.optimizer_state)  # type: ignore[method-assign]
+    if isinstance(strategy, ModelParallelStrategy):
+        strategy.load_checkpoint = partial(_load_with_live, strategy, strategy.load_checkpoint)  # type: ignore[method-assign]
 
 
-def _averaged_state(strategy: Strategy, module_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    module = strategy.lightning_module
+def _load_with_live(strategy: Strategy, load: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """Load a sharded checkpoint, in a fit or to evaluate its average."""
+    module, keepers = strategy.lightning_module, _keepers(strategy.optimizers)
     assert module is not None
-    averages = (pair for keeper in _keepers(strategy.optimizers) for pair in keeper.averages())
-    # In the precision of the parameter, with which the model computes when it shows the average.
-    shown = {id(tensor): average.to(tensor) for tensor, average in averages}
-    return _with(shown, module_state(), module)
+    # What a sharded state is loaded into must have all entries of the checkpoint, so also live ones.
+    for optimizer in strategy.optimizers:
+        strategy.optimizer_state(optimizer)
+    _show_average(keepers, module)
+    loaded = load(*args, **settings)
+    if not _fits(module.trainer):  # the state has put live weights into the module
+        _show_average(keepers, module)
+    return loaded
 
 
-def _with(tensors: dict[int, Tensor], state: dict[str, Any], module: LightningModule) -> dict[str, Any]:
-    """Return a copy of a module's state in which these tensors replace those of the parameters.
-
-    The keys of `tensors` are the ids of parameters.
-    """
-    replaced = copy(state)  # keeps torch's attribute _metadata
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) in tensors:
-            replaced[name] = tensors[id(value)].detach()
-    return replaced
+def _averaged_state(strategy: Strategy, state_of_module: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    assert strategy.lightning_module is not None
+    with _showing_average(_keepers(strategy.optimizers), strategy.lightning_module):
+        return _copied(state_of_module())
 
 
-def _state_with_live(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    if not has_keeper(optimizer):
-        return state
-    attached = any(PREFIX + "step" in entries for entries in state["state"].values())
-    found: dict[str, Any] = with_live(optimizer, keeper_of(optimizer), state, PREFIX if attached else "")
-    return found
+def _state_with_live(
+    strategy: Strategy, state_of: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return the state of an optimizer, as it is while the average is shown: it has live weights then."""
+    # So a checkpoint restores live weights, also where it is loaded without this callback.
+    assert strategy.lightning_module is not None
+    with _showing_average(_keepers([optimizer]), strategy.lightning_module):
+        return state_of(optimizer)
 
 
 # --- What is refused ------------------------------------------------------------------------------------
@@ -221,8 +236,11 @@ def _refuse(reason: str | None) -> None:
 
 def _unsupported(trainer: Trainer) -> str | None:
     """Return why this Trainer cannot validate and keep the average, or None."""
-    if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-        return f"{type(trainer.strategy).__name__} is not supported in Lightning yet; use DDP"
+    if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
+        return (
+            f"{type(trainer.strategy).__name__} trains flat copies of the weights, so that the module would "
+            "not hold the average; use ModelParallelStrategy with torch's fully_shard (FSDP2), or DDP"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             name = type(callback).__name__
@@ -251,4 +269,7 @@ def _unsupported_optimizers(trainer: Trainer, module: LightningModule) -> str | 
                 "state_dict(keep_vars=True), so their average cannot be saved; a hook or an override of "
                 "state_dict replaces them"
             )
+        reason = unsupported_averages(optimizer.param_groups)
+        if reason is not None:
+            return reason
     return None

@@ -38,22 +38,6 @@ def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def with_live(optimizer: Optimizer, keeper: Keeper, state_dict: dict[str, Any], prefix: str = "") -> Any:
-    """Return a state dict to be saved next to a model that holds the average, wherever live is now.
-
-    Whoever loads both has live weights in the parameters then, in whichever order they are loaded.
-    """
-    if keeper.shown != "live":
-        return state_dict
-    live = {id(parameter): weights for parameter, weights in keeper.live_weights()}
-    state = dict(state_dict["state"])
-    for _, _, parameter, key in pairs(optimizer, state_dict):
-        if id(parameter) in live and key in state:
-            state[key] = {**state[key], f"{prefix}live": live[id(parameter)]}
-    groups = [{**group, HOLD: "average"} for group in state_dict["param_groups"]]
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
 # --- Loading ----------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from paceline.optim.settings import AverageDtype
 from paceline.optim.sharding import is_sharded, local, sharded_like, whole
-from paceline.optim.storage import RESIDUALS, SALTS, decode, encode_, scale_count
+from paceline.optim.storage import RESIDUALS, SALTS, decode, encode_, scale_count, unsupported_storage
 
 State = dict[str, Tensor]
 
@@ -84,6 +84,16 @@ def name_of(group: dict[str, Any], number: int, i: int) -> str:
 def named_parameters(group: dict[str, Any], number: int) -> list[tuple[str, Tensor]]:
     """Return the parameters of a group, but for lazy ones, with what messages call them."""
     return [(name_of(group, number, i), p) for i, p in enumerate(group["params"]) if not is_lazy(p)]
+
+
+def unsupported_averages(groups: list[dict[str, Any]]) -> str | None:
+    """Return a message about the first parameter whose average cannot be kept as its group asks, or None."""
+    for number, group in enumerate(groups):
+        for name, parameter in named_parameters(group, number):
+            reason = unsupported_storage(parameter, group.get("average_dtype", "float32"))
+            if reason is not None:
+                return f"{name} {reason}"
+    return None
 
 
 # --- Averages in any storage ----------------------------------------------------------------------------
