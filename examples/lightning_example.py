@@ -1,8 +1,7 @@
 """PACE in Lightning: validated, saved and returned is the average.
 
 Run `python examples/lightning_example.py FOLDER`, or `torchrun --nproc-per-node 2` the same file: several
-processes shard by FSDP2. A small network learns a noisy curve. Only the lines marked # PACE differ from
-training with AdamW.
+processes shard by FSDP2. A small network learns a noisy curve. Only lines marked # PACE are not AdamW's.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 Run `python examples/trl_sft.py FOLDER`, or `torchrun --nproc-per-node 2` the same file: GPUs shard by FSDP2,
 CPUs take DDP. A small Llama learns to spell numbers. With a model and data of your own only the lines marked
-# PACE differ from what you have today.
+# PACE differ from what you have today. It needs trl, peft and datasets.
 """
 
 import os

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,14 @@ def sentences(page):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_sentences_are_short(path):
     assert not [one for one in sentences(path.read_text()) if len(one.split()) > 25]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_install_lines_work_in_a_clone(path):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = [f"pip install {what}" for what in (".", *(f"'.[{extra}]'" for extra in extras))]
+    for found in re.findall(r"pip install [^\s`)]+", path.read_text()):
+        assert found in lines
 
 
 def test_the_readme_fits_on_a_screen_or_two():

@@ -21,7 +21,7 @@ All formulas are the corrected ones. Docstrings name the paper's label and, if i
 try:
     import scipy  # noqa: F401
 except ImportError:
-    raise ImportError('paceline.control needs numpy and scipy: pip install "paceline[theory]"') from None
+    raise ImportError("paceline.control needs numpy and scipy: pip install numpy scipy") from None
 
 from paceline.control.advice import Situation, advise
 from paceline.control.bounds import convex_bound, convex_bound_tuned

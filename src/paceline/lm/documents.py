@@ -40,12 +40,13 @@ _LONGEST = 2**22  # characters of a text file's document: a tokenizer needs 100 
 
 
 @contextmanager
-def needed_for(what: str, extra: str = "lm") -> Iterator[None]:
-    """Turn the ImportError of an optional package into one that says which extra to install."""
+def needed_for(what: str) -> Iterator[None]:
+    """Turn the ImportError of an optional package into one that says what to install."""
     try:
         yield
     except ImportError as error:
-        raise ImportError(f'{what} needs {error.name}: pip install "paceline[{extra}]"') from error
+        package = (error.name or "").partition(".")[0]
+        raise ImportError(f"{what} needs {package}: pip install {package}") from error
 
 
 # --- Where documents come from --------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Hub:
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield all rows, unchecked, each with its place for error messages."""
-        with needed_for("a dataset of the hub", "data"):
+        with needed_for("a dataset of the hub"):
             from datasets import load_dataset  # type: ignore[import-untyped]
         rows = load_dataset(self.name, self.config, split="train", streaming=True, revision=self.revision)
         for number, row in enumerate(rows, 1):
@@ -153,7 +154,7 @@ def open_hub(where: str) -> Hub:
     match = re.fullmatch(rf"hf:({part}(/{part})?)(/{part})?(@(?P<revision>\S+))?", where)
     if not match:
         raise ValueError(f"Invalid dataset: {where!r}; allowed: hf:owner/name or hf:owner/name/config")
-    with needed_for("a dataset of the hub", "data"):
+    with needed_for("a dataset of the hub"):
         from huggingface_hub import HfApi
     commit = HfApi().dataset_info(match[1], revision=match["revision"]).sha
     return Hub(name=match[1], config=match[6], revision=str(commit))
@@ -204,7 +205,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 def _column(path: Path) -> Iterator[str]:
     """Yield the documents of a parquet file."""
-    with needed_for("reading parquet", "data"):
+    with needed_for("reading parquet"):
         import pyarrow  # type: ignore[import-untyped]
         from pyarrow import parquet
     try:
@@ -267,7 +268,7 @@ def _unpacked(path: Path) -> io.BufferedIOBase:
         case ".xz":
             return lzma.open(path)
         case ".zst":
-            with needed_for("reading .zst", "data"):
+            with needed_for("reading .zst"):
                 import pyarrow  # unlike the package zstandard it notices a file that is cut off
             return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), 2**20)
         case _:

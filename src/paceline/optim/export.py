@@ -216,7 +216,7 @@ def _write_safetensors(weights: dict[str, Any], path: Path) -> None:
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise ImportError("save_averaged needs safetensors: pip install 'paceline[save]'") from error
+        raise ImportError("save_averaged needs safetensors: pip install safetensors") from error
     odd = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(

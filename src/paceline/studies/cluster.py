@@ -46,7 +46,7 @@ def workers(address: str | None, *, jobs: int | None, cpus: int, gpus: float | N
     try:
         import ray
     except ImportError:
-        raise ConfigError("--engine ray needs a package: pip install 'paceline[ray]'") from None
+        raise ConfigError("--engine ray needs a package: pip install ray") from None
     where = address or os.environ.get("RAY_ADDRESS")
     host, _, port = (where or "").rpartition(":")
     try:
