@@ -16,8 +16,9 @@ from watching import KINDS, SAVED, STEPS, Watch, Weights
 
 
 def distance(a: Weights, b: Weights) -> float:
+    """Return how far weights are from others, in their own precision."""
     assert a.keys() == b.keys()
-    return max((a[name].double() - b[name].double()).abs().max().item() for name in b)
+    return max((a[name].double() - b[name].to(a[name].dtype).double()).abs().max().item() for name in b)
 
 
 def apart(one: Watch, live: Weights, average: Weights) -> float:

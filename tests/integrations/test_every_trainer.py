@@ -80,7 +80,7 @@ def test_trains_live_evaluates_and_saves_the_average_and_resumes_to_the_bit(row,
     for mine, first in zip(*(state.values() for state in states), strict=True):
         assert {key: value.dtype for key, value in mine.items()} == {k: v.dtype for k, v in first.items()}
     losses = [loss_with(straight.model, w) for w in (straight.live[0], straight.average[STEPS])]
-    assert losses[1] < 0.99 * losses[0]
+    assert losses[1] < 0.995 * losses[0]
 
 
 def test_no_control_is_adamw_to_the_bit_with_its_average_next_to_it(row, tmp_path):

@@ -27,7 +27,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         params = list(params)
         matrices = [p for p in params if p.ndim == 2]
         others = [p for p in params if p.ndim != 2]
-        self.parts = [torch.optim.Muon(matrices, lr), torch.optim.AdamW(others, lr)]
+        parts = ((torch.optim.Muon, matrices), (torch.optim.AdamW, others))
+        self.parts = [kind(own, lr) for kind, own in parts if own]
         super().__init__([dict(part.param_groups[0]) for part in self.parts], {})
 
     def step(self, closure: Any = None) -> Any:
