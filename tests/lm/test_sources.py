@@ -217,7 +217,7 @@ def test_a_bad_parquet_file(tmp_path):
 def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.txt.zst").write_bytes(b"x")
-    with pytest.raises(ImportError, match="reading .zst needs pyarrow: pip install pyarrow"):
+    with pytest.raises(ImportError, match=r"reading \.zst needs pyarrow: pip install pyarrow"):
         documents(tmp_path / "a.txt.zst")
 
 

@@ -325,7 +325,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(attempt):
     assert trial.code == 0 and "could not remove an old checkpoint: [Errno 16]" in trial.text()
 
 
-@pytest.mark.parametrize("size", [300, 5_000, 100_000])
+@pytest.mark.parametrize("size", [600, 5_000, 100_000])
 def test_a_disk_that_is_full_ends_an_export_with_a_word_and_leaves_nothing(expected, tmp_path, size):
     words = ["export", str(expected["pretrain"]), str(tmp_path / "model")]
     full = partial(limit, resource.RLIMIT_FSIZE, size)

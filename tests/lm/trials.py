@@ -321,5 +321,5 @@ def misbehave(watch):
 EVERY = range(1, 2**40)
 STEP = "paceline.lm.loop:_gradient"
 EVALUATION = "paceline.lm.loop:held_out_loss"
-EXPORT = "paceline.lm.pretrained:new_folder"
+EXPORT = "paceline.runs.returned:new_folder"
 SAVE = "paceline.lm.checkpoint:_write_tensors"

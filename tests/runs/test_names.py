@@ -51,8 +51,12 @@ def spec(draw, word, table):
 
 @given(text=texts())
 def test_a_name_is_printed_as_it_is_read(text):
-    name = parse(text)
-    assert parse(str(name)) == name
+    try:
+        name = parse(text)
+    except ConfigError as error:  # ema and power are two averages of one title
+        assert "averages need different names" in str(error)
+    else:
+        assert parse(str(name)) == name
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_what_is_lost_is_done_again_and_what_is_damaged_is_named(room, tmp_path,
     (first / "records.jsonl").unlink()
     capfd.readouterr()
     assert main(["report", str(out)]) == 1
-    assert f"{first.name} is left out: {first} has lost its records.jsonl" in capfd.readouterr().out
+    assert f"{first.name} is left out: {first}/records.jsonl has 0 bytes" in capfd.readouterr().out
     assert main(line) == 0
     said = capfd.readouterr().out
     assert "1 are done already" in said and f"{first.name} has lost its records, and is done again" in said

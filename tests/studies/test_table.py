@@ -106,7 +106,7 @@ def test_the_time_of_a_clock_that_went_back_is_not_known(tmp_path):
     [
         (lambda lines: lines[:-1], "is cut off: it lacks the evaluation of the last step, 2"),
         (lambda lines: lines[1:], "holds no record of a run: KeyError"),
-        (lambda lines: ["[]", *lines[1:]], "holds no record of a run: TypeError"),
+        (lambda lines: ["[]", *lines[1:]], "line 1 is no record"),
         (lambda lines: [lines[0].replace('"methods": {', '"methods": 3, "x": {'), *lines[1:]], "no record"),
         (lambda lines: [*lines[:2], lines[2][:9], *lines[3:]], "line 3 is no JSON"),
     ],
@@ -122,7 +122,7 @@ def test_damaged_records_are_named(tmp_path, damage, said):
 @pytest.mark.parametrize("line", [{"format": 1}, {}, 3, {"format": FORMAT, "name": "a"}])
 def test_what_is_no_run_is_refused_with_its_place(line, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(ConfigError, match=r"x\.jsonl, line 1 is no record of a run"):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 1 is no record"):
         Finished.read([tmp_path / "x.jsonl"])
 
 

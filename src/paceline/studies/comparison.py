@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from paceline.lm.files import Damaged
 from paceline.runs.config import ConfigError
 from paceline.runs.terminal import say
 from paceline.studies.lines import Finished, files_of, find_runs
@@ -59,8 +60,9 @@ def read(paths: Iterable[Path]) -> Found:
         else:
             found.take(find_runs([path]))
     if not found.runs:
-        why = "; ".join(found.damaged.values()) or "none of these runs has written anything"
-        raise ConfigError(f"nothing is finished yet: {why}")
+        if found.damaged:
+            raise Damaged("; ".join(found.damaged.values()))
+        raise ConfigError("nothing is finished yet: none of these runs has written anything")
     return found
 
 
