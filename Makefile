@@ -9,7 +9,9 @@
 #   make bench     time and memory of a step next to AdamW's, and the optimizer's share of a training step
 #   make test-all  make test, and what is too slow for every day (under 80 minutes on two cores); results go
 #                  to records/: the longest tests, 2,000 random sequences of operations,
-#                  1,000 kills of trainers, 20 of comparisons, 200 damaged files, a soak
+#                  1,000 kills of trainers, 20 of comparisons, 200 damaged files, a soak; and the table of
+#                  promises, records/matrix.md
+#   make mutants   small changes of the optimizer's rule, paths and checkpoints: which does no test notice?
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,16 +24,16 @@ TODAY := $(shell date +%F)
 WORKERS = $(shell $(BIN)/python -c 'import os; print(len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test check docs figures bench test-all clean
+.PHONY: demo test check docs figures bench test-all mutants clean
 
 demo: $(DEMO)
 	$(BIN)/paceline compare --out demo-output
 
 test: $(READY)
-	$(PYTEST)
+	$(PYTEST) --junit-xml build/tests/test.xml
 	# JAX in processes of its own: one that has imported it must not fork, which tests of other parts do.
 	# Few tests: a worker more would be imports.
-	$(PYTEST) -n 2 tests/integrations/test_optax.py
+	$(PYTEST) -n 2 --junit-xml build/tests/optax.xml tests/integrations/test_optax.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -57,12 +59,18 @@ bench: $(READY)
 test-all: test
 	PACELINE_SEQUENCES=2000 $(PYTEST) tests/optim/test_state_machine.py
 	$(BIN)/python tests/lm/kills.py --kills 1000 --jobs 2 --record records/$(TODAY)-kills.json
-	PACELINE_KILLS=20 $(PYTEST) -m long
+	PACELINE_KILLS=20 $(PYTEST) --junit-xml build/tests/long.xml -m long
 	$(BIN)/python tests/damages.py --damages 200 --record records/$(TODAY)-damages.json
 	$(BIN)/python tests/lm/soak.py --record records/$(TODAY)-soak.json
+	$(BIN)/python tests/matrix.py build/tests/*.xml --out records/matrix.md
+
+mutants: $(READY)
+	$(BIN)/python -m pip install --constraint constraints.txt --group mutants
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 2
+	$(BIN)/mutmut results
 
 clean:
-	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv demo-output build dist mutants .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(READY): $(DEMO)
 	$(INSTALL) ".[save,compare,theory,gguf,data,huggingface,optax,lightning,ray]" --group dev

@@ -3,6 +3,8 @@
 import argparse
 import re
 
+import matrix
+
 import paceline
 from paceline import cli
 from paceline.runs import config
@@ -46,3 +48,12 @@ def test_commands_flags_and_names_are_these():
         own[command.name] = {flag for flag in flags - settings if not flag.startswith("no-")}
     assert own == {name: set(flags.split()) for name, flags in OWN.items()}
     assert paceline.__all__ == NAMES.split()
+
+
+def test_every_promise_names_what_holds_it():
+    for _, promise, held in matrix.promises():
+        assert held, promise
+        for path, _, name in (one.partition("::") for one in held):
+            assert (matrix.ROOT / "tests" / path).exists() and (not name or name in matrix.tests_of(path)), (
+                name
+            )
