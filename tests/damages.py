@@ -26,6 +26,7 @@ from killing import start
 from lm.tiny import write_text
 
 from paceline.cli import main
+from paceline.runs.records import environment
 
 TINY = ["--model", "gpt:0.3m", "--length", "16", "--batch-size", "2", "--held-out-samples", "3"]
 TINY += ["--warmup", "2", "--device", "cpu"]
@@ -171,7 +172,8 @@ def run(damages: int, seed: int) -> dict[str, object]:
                 wrong.append({"file": str(path), "damage": how, "command": reading.line[0], "found": found})
                 print(f"{path}, {how}, {reading.line[0]}: {found}", flush=True)
         print(f"{number + 1} of {damages}: {dict(counts)}", end="\r", file=sys.stderr, flush=True)
-    return {"damages": damages, "seed": seed, "readings": dict(counts), "wrong": wrong}
+    about = {"date": time.strftime("%F"), **environment()}
+    return {**about, "damages": damages, "seed": seed, "readings": dict(counts), "wrong": wrong}
 
 
 if __name__ == "__main__":
