@@ -96,6 +96,13 @@ def has(entries, name):
     return bool(entries) and bool(entries["step"]) and storage_of(entries, name) is not None
 
 
+def source_of(entries, name, names):
+    """Return the average that one of a control goes on from: what is returned stays what is returned."""
+    if name == "average" and "returned" not in names and has(entries, "returned"):
+        return "returned"
+    return "average" if name == "returned" and not has(entries, "returned") else name
+
+
 def largest(values):
     return float(np.abs(values).max()) if values.size else 0.0
 
@@ -110,8 +117,11 @@ class Expected:
         self.reference = reference = subject.reference(array(live), own["control"], **adamw)
         averages = {}
         for name in own["control"].averages:  # one that is not there begins as live
-            averages[name] = array(average_of(entries, name, live).to(wide) if has(entries, name) else live)
-            if has(entries, name) and storage_of(entries, name) != own["average_dtype"]:
+            source = source_of(entries, name, own["control"].averages)
+            averages[name] = array(
+                average_of(entries, source, live).to(wide) if has(entries, source) else live
+            )
+            if has(entries, source) and storage_of(entries, source) != own["average_dtype"]:
                 gap = largest(reference.live - averages[name])
                 self.lost = max(self.lost, ROUNDING[own["average_dtype"]] * gap)
         reference.average = averages["average"]

@@ -401,3 +401,34 @@ def test_no_state_before_the_first_step_and_a_dummy_step_counts_nothing(make):
     for parameter, begin in zip(parameters, start, strict=True):
         expected = begin + 2**-0.7 * (parameter.detach() - begin)
         assert torch.allclose(averages_of(optimizer, parameter)["returned"], expected, atol=1e-6)
+
+
+@makers
+def test_a_control_of_another_number_of_averages_keeps_the_one_that_is_returned(make):
+    parameters = make_parameters()
+    optimizer = make(parameters)
+    advance(optimizer, parameters, make_gradients(5))
+
+    def returned():
+        return [average.clone() for _, average in keeper_of(optimizer).averages()]
+
+    for control in (Control.none(power=0.9), Control.push(power=0.9, return_power=0.95)):
+        before = returned()
+        optimizer.param_groups[0]["control"] = control
+        advance(optimizer, parameters, make_gradients(1, seed=3))
+        live, after = copies(parameters), returned()
+        assert all(
+            (new - old).norm() < (new - p).norm() for new, old, p in zip(after, before, live, strict=True)
+        )
+
+
+@makers
+def test_a_returned_average_that_a_state_lacks_is_named(make):
+    optimizer, other = make(make_parameters()), make(make_parameters())
+    advance(optimizer, optimizer.param_groups[0]["params"], make_gradients(5))
+    state = copy.deepcopy(optimizer.state_dict())
+    for entries in state["state"].values():
+        for name in [name for name in entries if name.endswith("returned")]:
+            del entries[name]
+    with pytest.warns(UserWarning, match="no average, or not all of them, of 4 parameter"):
+        other.load_state_dict(state)

@@ -462,3 +462,33 @@ def test_a_hugging_face_model_loads_back_as_the_average(tie, tmp_path):
     model.eval()
     with averaged_weights(optimizer), torch.no_grad():
         assert torch.equal(model(input_ids=tokens).logits, loaded(input_ids=tokens).logits)
+
+
+def test_what_ignores_the_weights_that_it_is_given_is_saved_while_it_shows_the_average(tmp_path):
+    """PyTorchModelHubMixin takes any word as one for push_to_hub, and prompts are read from the model."""
+    from huggingface_hub import PyTorchModelHubMixin
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Mixed(nn.Module, PyTorchModelHubMixin):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+    prompts = get_peft_model(llama, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    for model, file in ((Mixed(), "model.safetensors"), (prompts, "adapter_model.safetensors")):
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = PACE(parameters, lr=0.1, control=Control.push())
+        for _ in range(5):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        live, folder = copies(parameters), save_averaged(model, optimizer, tmp_path / file)
+        saved = load_file(folder / file).values()
+        with averaged_weights(optimizer):
+            assert all(any(torch.equal(one, p) for one in saved) for p in parameters)
+        assert same(parameters, live)
+        with pytest.raises(ValueError, match="give no dtype"):
+            save_averaged(model, optimizer, tmp_path / "other", dtype=torch.bfloat16)

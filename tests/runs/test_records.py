@@ -91,3 +91,9 @@ def test_a_clock_that_goes_back_makes_no_time_that_does(monkeypatch):
     first = clock.now()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert first <= clock.now() <= first + 60
+
+
+def test_a_file_that_lost_its_first_seal_is_not_taken_for_one_without(path):
+    path.write_bytes(path.read_bytes().replace(b'"crc"', b'"crd"', 1).replace(b"5.0", b"1.0", 1))
+    with pytest.raises(Damaged, match="line 2 is not what was written"):
+        list(records.read(path))

@@ -155,6 +155,17 @@ def test_a_wider_sweep_takes_runs_that_are_there_or_were_copied_from_elsewhere(r
 
 
 @pytest.mark.slow
+def test_a_text_that_changed_between_runs_of_a_sweep_is_said(room, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text((room / "text.txt").read_text())
+    line = words(room, tmp_path / "s", "--lr", "1e-3")
+    line[line.index("--data") + 1] = str(text)
+    assert main(line) == 0 and "different data" not in capsys.readouterr().err
+    text.write_text(text.read_text()[::-1])
+    assert main([*line, "2e-3"]) == 0 and "different data" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_runs_of_a_file_end_in_any_order_and_are_written_in_theirs(room, tmp_path):
     """The first is the longest."""
     path = tmp_path / "sweep.toml"

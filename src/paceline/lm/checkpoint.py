@@ -328,6 +328,8 @@ def check(folder: Path) -> dict[str, Any]:
         expected = {_STATE, *(f"{part}.safetensors" for part in _PARTS)}
         if set(listed) != expected and not _lists_shards(listed):
             raise Damaged(f"its manifest lists {sorted(listed)}, not {sorted(expected)}")
+        if (named := _NAME.fullmatch(folder.name)) and int(named[1]) != manifest["step"]:
+            raise Damaged(f"its manifest is of step {manifest['step']}")
         verify(folder, listed)
     except (OSError, ValueError) as error:
         raise Damaged(f"{folder} is damaged: {error}") from error

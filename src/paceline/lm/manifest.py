@@ -68,7 +68,7 @@ def read_manifest(path: Path, fields: Mapping[str, type]) -> dict[str, Any]:
 def check_files(folder: Path, manifest: Mapping[str, Any], tell: Tell, *, again: bool) -> None:
     """Raise Damaged, naming the file, if one is not what the manifest says.
 
-    Content is compared at the first opening. Later ones trust inode, size and time of change.
+    Content is compared at the first opening. Later ones trust inode, size and times of change.
 
     Arguments:
         folder: where the files are.
@@ -80,12 +80,12 @@ def check_files(folder: Path, manifest: Mapping[str, Any], tell: Tell, *, again:
     found: dict[str, list[int]] = {}
     for name in files:
         status = plain_file(folder, name).stat()
-        found[name] = [status.st_ino, status.st_size, status.st_mtime_ns]
+        found[name] = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     fact = json.dumps([_digest(manifest), found]).encode()
     with suppress(OSError, ValueError):
         if not again and plain_file(folder, _CHECKED).read_bytes() == fact:
             return
-    size = sum(size for _, size, _ in found.values())
+    size = sum(size for _, size, *_ in found.values())
     if size > _LARGE:
         tell(f"checking {folder} ({size / 1e9:.1f} GB), once")
     verify(folder, files)

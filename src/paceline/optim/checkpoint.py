@@ -77,7 +77,8 @@ def read(
                 "averaged_weights"
             )
         has_begun = own["step"] > 0 if own else bool(entries)
-        lacks = any(not any(entry.startswith(name) for entry in own) for name in keeper.rule.kept)
+        needed = _needed(keeper, optimizer.param_groups[number], state_dict["param_groups"][number])
+        lacks = any(not any(entry.startswith(name) for entry in own) for name in needed)
         without += bool(has_begun and lacks)
     holders = [parameter for _, parameter, state in keeper.remembered() if "live" in state]
     if keeper.shown != "live":
@@ -89,7 +90,7 @@ def read(
         )
     note = (
         f"the loaded state has no average, or not all of them, of {without} parameter(s); what is missing "
-        "begins as the live weights at the next step"
+        "begins as the live weights, or as the average that is there, at the next step"
     )
     return states, [note] if without else []
 
@@ -110,6 +111,15 @@ def merged_groups(
         groups.append(group)
     # What torch refuses next (another number of groups or parameters) must reach it unchanged.
     return groups + saved[len(groups) :]
+
+
+def _needed(keeper: Keeper, own: dict[str, Any], saved: dict[str, Any]) -> tuple[str, ...]:
+    """Return what the names of the averages begin with that a group keeps after a load."""
+    control = saved.get("control") or own.get("control")
+    if "control" not in own or control is None:
+        return keeper.rule.kept
+    control = Control(**control) if isinstance(control, Mapping) else control
+    return (*keeper.rule.kept, *control.averages)
 
 
 def _own(entries: dict[str, Any], prefix: str, with_live: bool) -> dict[str, Any]:

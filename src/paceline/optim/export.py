@@ -1,5 +1,6 @@
 """Averaged weights out of the optimizer: as a state dict, as a file, as tensors to compute with."""
 
+import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from paceline.optim.sharding import is_sharded, is_writer, local, share_failure, whole
-from paceline.optim.weights import Optimizers, first_overlap, keepers_of
+from paceline.optim.weights import Optimizers, averaged_weights, first_overlap, keepers_of
 
 Others = Literal["refuse", "live"]
 _PARALLEL = (DistributedDataParallel, nn.DataParallel)
@@ -201,14 +202,34 @@ def save_averaged(
     failure = None
     if is_writer():
         try:
-            if save_pretrained is not None:
+            if save_pretrained is not None and _saves_what_it_is_given(inner):
                 save_pretrained(str(path), state_dict=full)
+            elif save_pretrained is not None:
+                _save_shown(inner, optimizers, path, dtype)
             else:
                 _write_safetensors(full, path)
         except Exception as error:
             failure = error
     share_failure(failure)
     return path
+
+
+def _saves_what_it_is_given(model: Any) -> bool:
+    """Return whether the `save_pretrained` of a model writes the weights that it is given."""
+    if "state_dict" not in inspect.signature(model.save_pretrained).parameters:
+        return False  # as in huggingface_hub's PyTorchModelHubMixin
+    adapters = getattr(model, "peft_config", None)
+    is_prompt = any(getattr(one, "is_prompt_learning", False) for one in dict(adapters or {}).values())
+    return not is_prompt and getattr(model, "hf_quantizer", None) is None
+
+
+def _save_shown(model: Any, optimizers: Optimizers, path: Path, dtype: torch.dtype | None) -> None:
+    """Save a model by its `save_pretrained` while its parameters hold the average."""
+    name = type(model).__name__
+    if dtype is not None or any(is_sharded(parameter) for parameter in model.parameters()):
+        raise ValueError(f"save_pretrained of {name} writes its parameters: give no dtype, and no shards")
+    with averaged_weights(optimizers):
+        model.save_pretrained(str(path))
 
 
 def _write_safetensors(weights: dict[str, Any], path: Path) -> None:

@@ -17,6 +17,7 @@ With average_dtype="bfloat16" or "int8", live − average is kept instead of an 
 An average whose entries are missing begins as live at the next step. A residual of 0 says the same.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -172,6 +173,7 @@ def follow_(live: Tensor, state: State, entries: dict[str, Entry], storage: Aver
         restrided = codes is not None and codes.shape == live.shape and not _lies_like(codes, live)
         if restrided or storage_of(state, average) not in (None, storage):
             _convert_average(state, average, live, storage)
+    _carry_over(state, entries)
     for key in state.keys() - entries.keys() - {"live"}:
         del state[key]
     for key, entry in entries.items():  # "step" comes first
@@ -192,6 +194,17 @@ def follow_(live: Tensor, state: State, entries: dict[str, Entry], storage: Aver
         is_alike = (kept.dtype, kept.device) == (entry.dtype, entry.device(live))
         if not is_alike or (entry.shape is None and not _lies_like(kept, live)):
             state[key] = entry.make(live).copy_(kept)
+
+
+def _carry_over(state: State, entries: Mapping[str, Entry]) -> None:
+    """Keep the returned average where a control has one average more than the one before it, or one less."""
+    had, has = (any(key.startswith("returned") for key in kept) for kept in (state, entries))
+    if has and not had:
+        own = {key: value for key, value in state.items() if key.startswith("average")}
+        state.update({key.replace("average", "returned", 1): value.clone() for key, value in own.items()})
+    elif had and not has and any(key.startswith("average") for key in entries):
+        for key in [key for key in state if key.startswith("returned")]:
+            state[key.replace("returned", "average", 1)] = state.pop(key)
 
 
 def _lies_like(tensor: Tensor, live: Tensor) -> bool:

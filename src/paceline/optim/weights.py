@@ -111,6 +111,8 @@ class AverageRule:
 
     def value(self, name: str, parameter: Tensor, state: State, live: Tensor) -> Tensor | None:
         """Return an average next to these live weights; None if it has not begun, and is live."""
+        if name == "returned" and storage_of(state, name) is None:
+            name = "average"  # a control of one average was changed for one of two; the next step makes it
         if storage_of(state, name) is None or state["step"].item() == 0:
             return None
         return average_of(state, name, live)

@@ -115,6 +115,8 @@ def _part(folder: Path, part: str, vocabulary: Vocabulary, tell: Tell) -> Tokens
     tokens = open_tokens(folder / part, tell=tell)
     if tokens.tokenizer != vocabulary.fingerprint:
         raise ConfigError(f"{tokens.folder} was made with another tokenizer than the one in {folder}")
+    if (made_of := read_manifest(tokens.folder / MANIFEST, {})["source"].get("part", part)) != part:
+        raise ConfigError(f"{tokens.folder} holds the part {made_of} of the text, not {part}")
     return tokens
 
 
@@ -149,7 +151,9 @@ def _tokens(
     if folder is None:
         folder = cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *about["sources"])
         with suppress(FileNotFoundError, Damaged):  # prepared below, under a lock
-            return open_tokens(folder, tell=tell)
+            found = open_tokens(folder, tell=tell)
+            if read_manifest(folder / MANIFEST, {})["source"] == json.loads(json.dumps(about)):
+                return found
     progress, waiting = _Progress(f"tokenizing ({part})", tell), False
     while True:
         try:

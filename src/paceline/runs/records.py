@@ -156,7 +156,7 @@ def _checked(lines: Iterable[bytes], path: Path) -> Iterator[tuple[bytes, int]]:
         if number == 1:
             is_sealed = seal.startswith(_SEAL[:10])
         crc = zlib.crc32(line[:-_SIZE], crc)
-        if is_sealed != (seal == _SEAL % crc):
+        if seal != _SEAL % crc if is_sealed else seal.startswith(_SEAL[:10]):
             raise Damaged(f"{path}, line {number} is not what was written")
         yield line, crc
 

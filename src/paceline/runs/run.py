@@ -26,10 +26,9 @@ from paceline.lm.loop import Evaluation, Progress, Step, train
 from paceline.lm.parallel import joined
 from paceline.lm.throughput import operations_per_token, peak_of
 from paceline.optim import pull_statistics
-from paceline.runs import build, changes, records
+from paceline.runs import build, changes, names, records
 from paceline.runs.config import ConfigError, Run, as_mapping
 from paceline.runs.methods import check_methods, control_of, memory_of
-from paceline.runs.names import titles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +204,9 @@ class _Running:
         else:
             self.ranks.of_first(lambda: changes.refuse_lost_checkpoints(self.folder))
             if self.run.fork is not None:
-                self.progress.step = build.fork(self.job, self.run.fork, self.folder)
+                self.progress.step = build.fork(
+                    self.job, self.run.fork, self.folder, names.averages_of(self.run.averages)
+                )
         before = None if found is None else saved["facts"]["tokenizer"]
         self.job.facts["tokenizer"] = self.ranks.of_first(lambda: self._keep_tokenizer(before))
         self.ranks.of_first(lambda: self._open(keep, anew=found is None))
@@ -236,7 +237,7 @@ class _Running:
             about = {
                 "config": as_mapping(self.run),
                 "name": str(self.run.name),
-                "methods": titles(alone.title, self.run.averages, self.job.trainee.views),
+                "methods": names.titles(alone.title, self.run.averages, self.job.trainee.views),
                 "returned": self.job.returned,
                 "control": None if control is None else asdict(control),
                 "environment": records.environment(),

@@ -26,6 +26,8 @@ class Found:
     runs: list[Finished] = field(default_factory=list)
     waiting: int = 0
     """Planned runs that have written nothing yet."""
+    unplanned: int = 0
+    """Runs in the folder of a comparison that its plan, which is the latest command's, leaves out."""
     missing: dict[str, str] = field(default_factory=dict)
     """Methods that could not be run, and why."""
     damaged: dict[str, str] = field(default_factory=dict)
@@ -57,6 +59,8 @@ def read(paths: Iterable[Path]) -> Found:
         elif (plan := read_plan(path)) is not None:
             found.missing |= plan["missing"]
             found.take([folder_of(path, name) for name in plan["runs"]])
+            others = {one.name for one in (path / "runs").glob("*") if one.is_dir()} - {*plan["runs"]}
+            found.unplanned += len(others)
         else:
             found.take(find_runs([path]))
     if not found.runs:
@@ -119,6 +123,8 @@ def _warnings(found: Found) -> Iterator[str]:
         yield f"{name} was not run: {why}"
     for name, why in found.damaged.items():
         yield f"{name} is left out: {why}"
+    if found.unplanned:
+        yield f"{found.unplanned} more runs in this folder are of an earlier command, and are left out"
     seen: dict[tuple[object, ...], str] = {}
     for run in runs:
         if run.diverged:

@@ -126,7 +126,10 @@ class Finished:
             else:
                 lines = enumerate(records.read(path), 1)
                 runs = [Finished.of_line(line, f"{path}, line {number}") for number, line in lines]
-            found |= {run.name: run for run in runs}
+            for run in runs:
+                if run.name in found and found[run.name].data != run.data:
+                    raise ConfigError(f"{path}: two runs on different data are called {run.name}")
+                found[run.name] = run
         return found
 
     # --- Asking ---

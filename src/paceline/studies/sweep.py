@@ -228,6 +228,8 @@ def perform(
         _show(results.table(by))
     else:
         show(results)
+    if results.mixed():
+        warn("runs of this sweep have seen different data, as a file has changed: do not compare them")
     say(f"results: {results.path}")
     for name, why in results.failed.items():
         warn(f"{name}: {why}")
@@ -333,6 +335,15 @@ class Results:
                     self._given_up.add(one.name)
                 elif how != "stopped":
                     self.failed[one.name] = why
+
+    def mixed(self) -> bool:
+        """Return whether runs that were told of the same data have seen different ones."""
+        seen: dict[str, object] = {}
+        for run in self.finished.values():
+            asked = str([run.config.get(name) for name in ("task", "data", "tokenizer", "model", "length")])
+            if seen.setdefault(asked, run.data.get("fingerprint")) != run.data.get("fingerprint"):
+                return True
+        return False
 
     def write(self) -> None:
         """Write all runs that have ended to the file, and after them those that stood there before."""
