@@ -229,7 +229,7 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )
 def test_tensors_that_lie_about_themselves(tmp_path, content):
     state = {"live": {"w": torch.ones(2)}, "optimizer": {}, "state": {}}
-    folder = checkpoint.save(tmp_path, 1, state, {})
+    folder = checkpoint.save(tmp_path, 3, state, {})
     (folder / "live.safetensors").write_bytes(content)
     forge(folder)
     began = time.monotonic()

@@ -57,9 +57,10 @@ def refuse_other_data(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 def refuse_lost_checkpoints(folder: Path) -> None:
     """Raise ConfigError where a run was that has lost its checkpoints: it would be overwritten."""
-    found = ("timing.jsonl", "save"), ("records.jsonl", "evaluation")  # either may be a copy alone
-    paths = [(folder / name, kind) for name, kind in found if (folder / name).exists()]
-    if any(line["kind"] == kind for path, kind in paths for line in records.read(path)):
+    path, kind = folder / "timing.jsonl", "save"
+    if not path.exists():  # a copy of the records alone
+        path, kind = folder / "records.jsonl", "evaluation"
+    if path.exists() and any(line["kind"] == kind for line in records.read(path)):
         raise ConfigError(
             f"{folder} holds the records of a run without its checkpoints; they would be overwritten: "
             "choose another folder, or move it away"
