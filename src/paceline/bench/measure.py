@@ -24,7 +24,7 @@ LEAST = 3
 
 
 class Row(NamedTuple):
-    """What one optimizer costs on one set of tensors."""
+    """The cost of one optimizer on one set of tensors."""
 
     model: str
     weights: int

@@ -17,7 +17,7 @@ BLOCK = 128
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What an optimizer keeps next to each weight."""
+    """The state that an optimizer keeps next to each weight."""
 
     averages: int
     average_dtype: str = "float32"
@@ -53,7 +53,7 @@ OPTIMIZERS: Mapping[str, Kept] = {
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What one optimizer costs for one model."""
+    """The cost of one optimizer for one model."""
 
     optimizer: str
     state_per_weight: float

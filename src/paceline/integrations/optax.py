@@ -26,7 +26,7 @@ Scalar = Any
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Control:
-    """How training is steered for the average, and which average is returned.
+    """A setting of how training is steered for the average, and of which average is returned.
 
     `paceline.Control` documents the fields; this copy of it does not import torch. Make one with `paper`,
     `push`, `pull` or `none`.

@@ -44,7 +44,7 @@ def unsupported_reason(live: Tensor) -> str | None:
 
 
 class _Kind(NamedTuple):
-    """What all tensors of a launch have in common."""
+    """The properties that all tensors of a launch share."""
 
     device: torch.device
     dtype: torch.dtype

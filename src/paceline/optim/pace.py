@@ -268,7 +268,7 @@ class PACE(Optimizer):
 
 
 class _Plan(NamedTuple):
-    """What a step does for one group, as long as `facts` returns the same."""
+    """A plan of one group's step, valid as long as `facts` returns the same."""
 
     path: Path
     settings: Settings  # but for the learning rate

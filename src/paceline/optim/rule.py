@@ -12,7 +12,7 @@ from paceline.optim.settings import Settings
 
 
 class Slot(NamedTuple):
-    """All that the update of one parameter touches. Everything but `grad` is modified."""
+    """The tensors that the update of one parameter touches. All but `grad` are modified."""
 
     live: Tensor  # the parameter
     grad: Tensor  # same shape and dtype as live

@@ -1,4 +1,4 @@
-"""What a user may set: how training is steered, and which average is returned."""
+"""The settings of a user: how training is steered, and which average is returned."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -99,7 +99,7 @@ def check(settings: Mapping[str, Any], table: Mapping[str, Allowed] = ALLOWED) -
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Control:
-    """How training is steered for the average, and which average is returned.
+    """A setting of how training is steered for the average, and of which average is returned.
 
     Make one with `paper`, `push`, `pull` or `none`. A field that is left out means Algorithm 1 of the paper.
 
@@ -233,7 +233,7 @@ _FIELDS = tuple(field.name for field in fields(Control))
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the step of one parameter group needs to know."""
+    """The settings of one parameter group's step."""
 
     lr: float | Tensor
     """A tensor stays one: torch's AdamW rounds what it computes from it to its precision."""

@@ -1,4 +1,4 @@
-"""What a parameter sharded over several ranks (a DTensor) needs. Nothing else here knows of DTensors."""
+"""Functions for parameters sharded over several ranks. No other file of `optim` knows of DTensors."""
 
 import sys
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What happens around the step of a base optimizer: averages, and a control the same for all coordinates."""
+"""The work around the step of a base optimizer: averages, and a control the same for all coordinates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from paceline.optim.weights import AverageRule
 
 @dataclass(slots=True)
 class Work:
-    """What one step of the base means for one parameter."""
+    """The data of one step of the base, for one parameter."""
 
     live: Tensor
     state: State
@@ -38,7 +38,7 @@ class Work:
 
 
 class Rule(AverageRule):
-    """What happens around the step of a base; by default nothing.
+    """A rule of what is done around the step of a base; by default nothing.
 
     For each parameter `before_`, the base's step, `after_`; or `before_`, `undo_`. Undoing twice, or what
     was only begun, does no harm.

@@ -36,7 +36,7 @@ SALTS = {"average": 0, "returned": 1}
 
 
 class Residual(NamedTuple):
-    """How live − average is kept."""
+    """The tensors in which live − average is kept."""
 
     dtype: torch.dtype
     has_scale: bool  # a float32 for each BLOCK

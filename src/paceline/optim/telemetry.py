@@ -1,4 +1,4 @@
-"""What the control does to the weights, computed from the state that a step leaves."""
+"""Statistics of what the control does, computed from the state that a step leaves."""
 
 import math
 from collections.abc import Iterator

@@ -99,7 +99,7 @@ def _was_changed(parameter: Tensor, before: _Sum | None) -> bool:
 
 
 class AverageRule:
-    """Which averages are kept of each parameter: those of the control in its group."""
+    """The rule of which averages are kept of each parameter: those of the control in its group."""
 
     kept: tuple[str, ...] = ("average",)
     """What the names of entries begin with that are averages, or begin as one."""

@@ -1,4 +1,4 @@
-"""What the paper's figures share: the table of a figure, and the kinds of panels.
+"""Parts that the paper's figures share: the table of a figure, and the kinds of panels.
 
 .. code-block:: text
 

@@ -38,7 +38,7 @@ BESIDE: dict[str, tuple[tuple[float, ...], tuple[int, ...]]] = {
 @final
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """All combinations of settings of one method, on one of the paper's models."""
+    """The combinations of settings of one method, on one of the paper's models."""
 
     method: Literal["AdamW", "PACE", "Schedule-Free"]
     model: str

@@ -1,4 +1,4 @@
-"""What is trained and for how long: the paper's models and budgets, and smaller ones in their place.
+"""Models and budgets: those of the paper, and smaller ones in their place.
 
 Scales differ in model, data and budget alone. Learning rates, strengths, powers, schedules and seeds of a
 figure are the same at every scale.
@@ -41,7 +41,7 @@ class Model:
 @final
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is trained at one scale, by the paper's models that the figures name."""
+    """The models of one scale, by the paper's models that the figures name."""
 
     name: str
     models: Mapping[str, Model]

@@ -1,4 +1,4 @@
-"""From the description of a run to the parts that the loop trains, cheap checks first."""
+"""Building the parts that the loop trains from the description of a run, cheap checks first."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace

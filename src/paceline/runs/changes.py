@@ -1,4 +1,4 @@
-"""What may change between the sessions of a run, and what may not."""
+"""Checks of what may change between the sessions of a run, and what may not."""
 
 from collections.abc import Mapping
 from pathlib import Path

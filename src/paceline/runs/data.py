@@ -1,4 +1,4 @@
-"""From the names of data to samples: prepared once, in a cache that runs share.
+"""Samples from the names of data: prepared once, in a cache that runs share.
 
 .. code-block:: text
 

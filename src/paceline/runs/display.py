@@ -1,4 +1,4 @@
-"""What a run shows: lines, and on a terminal a bar."""
+"""The display of a run: lines, and on a terminal a bar."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ class Screen:
 
 
 class Pace:
-    """How fast a run is, and its latest losses."""
+    """The speed of a run, and its latest losses."""
 
     def __init__(self) -> None:
         self._started: Started | None = None

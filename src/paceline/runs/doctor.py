@@ -1,4 +1,4 @@
-"""What a folder holds, and whether every file is as it was written; and what this machine can do."""
+"""Checks of a folder: its content, and whether files are as they were written. And of this machine."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""From their names to optimizers, schedules and averages, checked before any model is built."""
+"""Optimizers, schedules and averages from their names, checked before any model is built."""
 
 import inspect
 from collections import Counter

@@ -43,7 +43,7 @@ class Share:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What a word of a name stands for."""
+    """The meaning of a word of a name."""
 
     title: str
     """Its name for people."""

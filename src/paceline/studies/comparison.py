@@ -1,4 +1,4 @@
-"""What a comparison came to: tables, warnings and verdict, of runs that ended or are under way. No torch."""
+"""The result of a comparison: tables, warnings and verdict, also while runs are under way. No torch."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from paceline.studies.verdict import of_table
 @final
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """What folders of runs and files of lines hold."""
+    """The runs found in folders and in files of lines."""
 
     runs: list[Finished] = field(default_factory=list)
     waiting: int = 0

@@ -1,4 +1,4 @@
-"""All runs of a study, several in parallel: each is done once, saved when stopped, and resumed.
+"""The engine of a study: does its runs in parallel, each once, saved when stopped, and resumed.
 
 .. code-block:: text
 
@@ -152,7 +152,7 @@ def train(folder: Path, margin: float | None, one: Named, send: Callable[[object
 
 
 class _Board:
-    """Which runs wait, which have failed, and which checkpoints others still need."""
+    """The state of a study: runs that wait, runs that failed, and checkpoints that others still need."""
 
     def __init__(
         self, runs: Sequence[Named], folder: Path, keep_models: bool, later: Sequence[Named]

@@ -145,17 +145,17 @@ class Finished:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it has nothing left to do: it came to its end, or diverged."""
+        """Return whether it came to its end, or diverged."""
         return self.outcome != "unfinished"
 
     @property
     def diverged(self) -> bool:
-        """Whether its loss stopped being a number."""
+        """Return whether its loss stopped being a number."""
         return self.outcome == "diverged"
 
     @property
     def is_steered(self) -> bool:
-        """Whether it moves live weights by their gap to an average: it is a run of PACE."""
+        """Return whether it is a run of PACE, which moves live weights by their gap to an average."""
         return self.control is not None and self.control["strength"] != 0
 
     @property

@@ -1,4 +1,4 @@
-"""What many runs show while they are done: one row a run on a terminal, lines that stay anywhere else."""
+"""The display of many runs: a row for each on a terminal, plain lines anywhere else."""
 
 import sys
 import time
@@ -64,7 +64,7 @@ class Row:
 
 
 class Rows:
-    """All runs by name, and how much of them is done."""
+    """The runs by name, and how much of them is done."""
 
     def __init__(self, runs: Sequence[Named], folder: Path, by: Sequence[str] | None = None) -> None:
         by = tuple(runs[0].tags) if by is None else by
@@ -132,7 +132,7 @@ class Live:
         self._drawn = 0.0
 
     def take(self, message: Message) -> None:
-        """Draw it anew, a few times a second."""
+        """Draw it again, a few times a second."""
         self._rows.take(message)
         match message:
             case (_, Notice(text=text)):

@@ -57,7 +57,7 @@ _RAMP = ("#e0a100", "#d9682b", "#c23b5a", "#94338a", "#5a3f9e", "#24457f", "#0d2
 @final
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a line is drawn."""
+    """The look of a line."""
 
     colour: str
     dashes: tuple[float, ...] = ()

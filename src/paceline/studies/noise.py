@@ -1,4 +1,4 @@
-"""How far seeds alone move a loss: noise pooled over methods, and Student's t without scipy."""
+"""The noise of seeds, pooled over methods, and Student's t without scipy."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -27,7 +27,7 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What a page shows, in its order."""
+    """The content of a page, in its order."""
 
     title: str
     subtitle: str

@@ -1,4 +1,4 @@
-"""What a comparison runs: from what was asked for to a list of runs that fits the device and the time.
+"""The plan of a comparison: a list of runs that fits the device and the time.
 
 A plan is kept in its folder, so that the same command resumes the same runs.
 """
@@ -46,7 +46,7 @@ DEMONSTRATION_RATES = (1e-3, 2e-3, 4e-3)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the user asked for."""
+    """The request of a user."""
 
     settings: Mapping[str, Any]
     """Of all runs, by the names of `Run`; what a comparison chooses itself may be left out."""
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def is_demonstration(self) -> bool:
-        """Whether it leaves open what to train on what, and how long."""
+        """Return whether it leaves open what to train on what, and how long."""
         given = {"data", "model", "task", "tokenizer", "length", "batch_size", *_BUDGETS} - {"steps"}
         return self.seconds is None and not given & self.settings.keys()
 
@@ -89,7 +89,7 @@ class Request:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What a few steps of a run showed."""
+    """The findings of a few steps of a run."""
 
     parameters: int
     samples: int
@@ -102,7 +102,7 @@ class Trial:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is run, and how many in parallel."""
+    """The runs, and how many of them in parallel."""
 
     runs: tuple[Named, ...]
     jobs: int
@@ -129,7 +129,7 @@ class Checked:
 
     @property
     def count(self) -> int:
-        """How many runs it takes."""
+        """Return how many runs it takes."""
         return len(self.variants) * len(self.lrs) * self.request.seeds
 
 

@@ -80,7 +80,7 @@ class Plot:
 
     @property
     def has_dots(self) -> bool:
-        """Whether points are drawn one by one."""
+        """Return whether points are drawn one by one."""
         return self.dots or bool(self.ticks)
 
 

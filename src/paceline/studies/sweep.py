@@ -301,7 +301,7 @@ def _show(table: Listing) -> None:
 
 
 class Results:
-    """What is known of runs that have ended: on the disk, and from the engine."""
+    """The results of runs that have ended: on the disk, and from the engine."""
 
     def __init__(self, folder: Path, runs: Sequence[Named]) -> None:
         from paceline.studies.engine import is_done
@@ -322,7 +322,7 @@ class Results:
         return {one.name: self._finished[one.name] for one in self._runs if one.name in self._finished}
 
     def take(self, message: "Message") -> None:
-        """Learn from a message of the engine, and write the file anew if a run has ended."""
+        """Learn from a message of the engine, and rewrite the file if a run has ended."""
         from paceline.studies.pool import Ended
 
         match message:
@@ -337,7 +337,7 @@ class Results:
                     self.failed[one.name] = why
 
     def mixed(self) -> bool:
-        """Return whether runs that were told of the same data have seen different ones."""
+        """Return whether runs of the same settings of data have seen different data."""
         seen: dict[str, object] = {}
         for run in self.finished.values():
             asked = str([run.config.get(name) for name in ("task", "data", "tokenizer", "model", "length")])

@@ -84,7 +84,7 @@ class Table:
 
     @property
     def diverged(self) -> int:
-        """How many seeds diverged."""
+        """Return how many seeds diverged."""
         return sum(loss is None for loss in self.losses.values())
 
     def mean(self) -> Mean | None:

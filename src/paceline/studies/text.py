@@ -24,7 +24,7 @@ class Listing:
 
     @property
     def is_numeric(self) -> tuple[bool, ...]:
-        """Whether each column is set flush right."""
+        """Return whether each column is set flush right."""
         return self.numeric or (False, *[True] * (len(self.columns) - 1))
 
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a comparison may say: who ends lower, by how much, and whether the seeds settle it. Pure arithmetic.
+"""The verdict of a comparison: who ends lower, by how much, and whether the seeds settle it.
 
 1. Rates and methods are chosen on selection seeds that are not counted again, where there are enough seeds.
 2. ± is half of the 95 % interval that holds for all comparisons of a page together.
@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a difference is claimed."""
+        """Return whether a difference is claimed."""
         return self.outcome in ("lower", "higher")
 
     @property
@@ -77,7 +77,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """All comparisons that a page prints, the one with the best rival first."""
+    """The comparisons that a page prints, the one with the best rival first."""
 
     comparisons: tuple[Comparison, ...] = ()
     chosen_on: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class Verdict:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the verdict rests on, and what it cannot tell."""
+        """Return what the verdict rests on, and what it cannot tell."""
         first = self.comparisons[0] if self.comparisons else None
         if first is None or first.half_width is None:
             return ("Without two pairs of seeds chance cannot be told from a difference: --seeds 3.",)
@@ -206,7 +206,7 @@ def _shared(losses: Losses) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What all comparisons share."""
+    """The data that all comparisons share."""
 
     losses: Losses
     trained: Mapping[str, str]

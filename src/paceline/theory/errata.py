@@ -1,4 +1,4 @@
-"""What is wrong in the paper, and what is right; paceline.control computes the right ones.
+"""Errors of the paper, and the right formulas, which paceline.control computes.
 
 Every row has a test of its number in tests/control, in which the printed form fails, unless it is a slip of
 the pen that no number can show.

@@ -39,7 +39,7 @@ class Kind:
 
     @property
     def when(self) -> str:
-        """When the last reading was taken."""
+        """Return when the last reading was taken."""
         if self.runs[0].config["schedule"] != "constant":
             return "at the full learning rate"
         return "at the end" if all(run.outcome == "finished" for run in self.runs) else "so far"
@@ -50,7 +50,7 @@ class Kind:
 
     @property
     def ratios(self) -> tuple[float, float, float]:
-        """R of a weakly, a typically and a strongly pulled coordinate."""
+        """The R of a weakly, a typically and a strongly pulled coordinate."""
         return self.reading("ratio/q10"), self.reading("ratio/q50"), self.reading("ratio/q90")
 
     def situation(self, best_lr: float | None) -> Situation:
