@@ -487,6 +487,10 @@ def test_data_are_prepared_once_and_trained_on(room, tmp_path, capsys):
     assert main(words) == 0
     ours, theirs = (next(read(f / "records.jsonl"))["data"] for f in (tmp_path / "run", room / "run"))
     assert ours == theirs
+    (folder / "train").rename(tmp_path / "kept")
+    shutil.copytree(folder / "held-out", folder / "train")
+    assert main([*words[:3], str(tmp_path / "other"), *words[4:]]) == 2
+    assert f"{folder / 'train'} holds the part held-out of the text, not train" in capsys.readouterr().err
 
 
 # --- As a process -------------------------------------------------------------------------------------
@@ -557,6 +561,13 @@ def test_a_fork_to_another_tokenizer_is_refused(room, trained, tmp_path, capsys)
     assert "another tokenizer" in capsys.readouterr().err
     kept = ["--tokenizer", str(trained / "tokenizer")]
     assert pretrain(tmp_path, tmp_path / "run", *other, *kept, "--steps", "9") == 0
+
+
+def test_a_fork_does_not_go_on_with_another_average_under_a_name(room, trained, tmp_path, capsys):
+    method = METHOD[1].replace("power:0.9", "power:0.3")
+    words = ["--fork", str(trained), "--method", method, "--steps", "9"]
+    assert pretrain(room, tmp_path / "run", *words) == 2
+    assert "keeps another average as 'long'; give yours another name" in capsys.readouterr().err
 
 
 def test_records_without_their_checkpoints_are_not_overwritten(room, tmp_path, capsys):

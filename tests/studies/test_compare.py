@@ -77,6 +77,8 @@ def test_the_same_command_again_runs_nothing_and_more_rates_run_only_those(room,
         assert len(list((out / "runs").iterdir())) == count
     assert "1 are done already" in capfd.readouterr().out
     assert "lr 0.001,lr 0.002" in results_of(out)[0]
+    assert main(begin) == 0
+    assert "1 run(s) of an earlier command in this folder are left out" in capfd.readouterr().out
 
 
 @pytest.mark.long

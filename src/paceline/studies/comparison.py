@@ -124,7 +124,7 @@ def _warnings(found: Found) -> Iterator[str]:
     for name, why in found.damaged.items():
         yield f"{name} is left out: {why}"
     if found.unplanned:
-        yield f"{found.unplanned} more runs in this folder are of an earlier command, and are left out"
+        yield f"{found.unplanned} run(s) of an earlier command in this folder are left out"
     seen: dict[tuple[object, ...], str] = {}
     for run in runs:
         if run.diverged:
