@@ -18,25 +18,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.bench.command import environment
 from paceline.bench.subjects import BASE, SEED, SUBJECTS
 from paceline.lm.batch import Batch
 from paceline.lm.evaluate import autocast, summed_loss
 from paceline.lm.gpt import GPT, shape_of
+from paceline.lm.pretrained import Pretrained
 
 Work = Callable[[], Any]
 ALONE = "forward and backward alone"
+SMOLLM = "smollm2-135m"
 SIZES = {
     "cuda": {"model": "gpt2", "vocabulary": 50257, "length": 1024, "batch_size": 16},
     "cpu": {"model": "gpt:1m", "vocabulary": 2048, "length": 128, "batch_size": 8},
 }
 
 
-def gradient_of(size: dict[str, Any], device: str, *, compiled: bool) -> tuple[GPT, Work]:
-    """Return a GPT, and its forward and backward pass on a batch of random tokens."""
+def model_of(size: dict[str, Any]) -> nn.Module:
+    """Return a model with random weights: a GPT, or one with the shapes of SmolLM2-135M."""
+    if size["model"] != SMOLLM:
+        return GPT(shape_of(size["model"], size["vocabulary"], size["length"]))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    shape |= {"num_key_value_heads": 3, "vocab_size": size["vocabulary"]}
+    return Pretrained(LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)))
+
+
+def gradient_of(size: dict[str, Any], device: str, *, compiled: bool) -> tuple[nn.Module, Work]:
+    """Return a model, and its forward and backward pass on a batch of random tokens."""
     torch.manual_seed(SEED)
-    model = GPT(shape_of(size["model"], size["vocabulary"], size["length"])).to(device)
+    model = model_of(size).to(device)
     tokens, targets = torch.randint(size["vocabulary"], (2, size["batch_size"], size["length"])).to(device)
     batch = Batch(tokens, targets, None)
     loss_of = torch.compile(summed_loss) if compiled else summed_loss
@@ -67,7 +81,9 @@ def timed(works: list[Work], device: str) -> Callable[[], list[float]]:
     return lambda: [1e3 * (ended - began) for began, ended in pairwise(marks)]
 
 
-def in_turns(works: dict[str, list[Work]], model: GPT, rounds: int, settle: int) -> dict[str, list[float]]:
+def in_turns(
+    works: dict[str, list[Work]], model: nn.Module, rounds: int, settle: int
+) -> dict[str, list[float]]:
     """Return milliseconds of each in each round after those in which they settle.
 
     The order differs in every round, so that none always follows one that left the device idle. The device is
@@ -123,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="gpt2, gpt:1m, … [gpt2 on a GPU, gpt:1m on a CPU]")
+    parser.add_argument("--model", help="gpt2, gpt:1m, smollm2-135m, … [gpt2 on a GPU, gpt:1m on a CPU]")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=device == "cuda")
     parser.add_argument("--rounds", type=int, default=40, help="steps of each that count [40]")
     parser.add_argument("--settle", type=int, default=10, help="steps of each before them [10]")
