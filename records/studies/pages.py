@@ -291,7 +291,8 @@ def main() -> None:
     runs = read_runs(sorted(RECORDS.glob("*-evidence-*.jsonl")))
     tables: dict[str, Callable[[], str]] = {
         "verdicts": lambda: verdicts(runs),
-        "push": lambda: section("Report at 7M: push against each other method"),
+        "push-7m": lambda: section("Report at 7M: growing push against each other method"),
+        "push-27m": lambda: section("Report at 27M: growing push against each other method"),
         "cost": cost,
         "simulated": simulated,
     }

@@ -109,7 +109,8 @@ def train(lab: Lab, text: str, held_out: str) -> Iterator[dict[str, Any]]:
                     average.lerp_(live, lab.rate(t, powers[view]))
             if t in (lab.steps - round(d * lab.steps) for d in lab.forks):
                 saved[t] = copy.deepcopy((live, averages, [base.state_dict() for base in bases]))
-            if t % max(1, lab.steps // 8) == 0:
+            part = max(1, lab.steps // 8)
+            if t == lab.steps or (t % part == 0 and t + part <= lab.steps):
                 yield t, judge()
 
     for one in (lab, *(replace(lab, decay=d, forks=(), method=f"{lab.method}-wsd") for d in lab.forks)):

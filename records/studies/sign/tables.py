@@ -9,7 +9,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -53,8 +53,11 @@ class Row:
 
     @property
     def views(self) -> dict[str, float]:
-        """Final losses of all weights the run could return; empty if it diverged."""
-        ended = self.outcome == "finished" and self.curve and self.curve[-1][0] == self.steps
+        """Final losses of all weights the run could return; empty if it diverged.
+
+        Runs of batch "large" were judged for the last time four steps before their end.
+        """
+        ended = self.outcome == "finished" and self.curve and self.curve[-1][0] > 0.99 * self.steps
         return self.curve[-1][1] if ended else {}
 
 
@@ -253,8 +256,9 @@ def _saved(method: Choice, own: Row, rival: Choice, other: Row) -> float:
 
 
 def _runs(choice: Choice, rows: Sequence[Row]) -> dict[int, Row]:
-    wanted = (choice.method, choice.setting, choice.lr)
-    return {row.seed: row for row in rows if (row.method, row.setting, row.lr) == wanted and row.views}
+    wanted = (choice.method, choice.setting)
+    own = [row for row in rows if (row.method, row.setting) == wanted and row.views]
+    return {row.seed: row for row in own if math.isclose(row.lr, choice.lr, rel_tol=0.01)}
 
 
 def _loss(choice: Choice, runs: dict[int, Row], seed: int) -> float:
@@ -279,9 +283,12 @@ def main() -> int:
         selected = [row for row in rows if row.batch in ("a", "a-edges", "a-second", "a-third", "form")]
         parts += selection("Selection at 7M", selected)
         draw_selection(selected)
-        parts += lab([row for row in rows if row.batch in LAB])
-        parts += selection("Selection at 27M", [row for row in rows if row.batch in ("d-select", "large")])
-        parts += report(choose(selected), [row for row in rows if row.batch in ("b", "report")])
+        parts += lab([row for row in rows if row.batch in LAB and not row.method.startswith("muon")])
+        large = [row for row in rows if row.batch in ("d-select", "large")]
+        parts += selection("Selection at 27M", large)
+        parts += report("7M", choose(selected), [row for row in rows if row.batch in ("b", "report")])
+        parts += report("27M", choose(large), [row for row in rows if row.batch in ("d", "large_report")])
+        parts += muon([row for row in rows if row.method.startswith("muon")])
         parts += [rebuilt([row for row in rows if row.batch in ("b", "rebuilt")])]
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -312,32 +319,22 @@ def lab(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def report(chosen: Sequence[Choice], rows: Sequence[Row]) -> list[str]:
-    """Return the tables of the report at 7M, and draw its curves."""
+def report(size: str, chosen: Sequence[Choice], rows: Sequence[Row]) -> list[str]:
+    """Return the tables of the report at one size, and draw its curves."""
     check_same_tokens(rows, "report")
     there = [choice for choice in chosen if len(_runs(choice, rows)) > 1]
-    means, figure_axes = [], plt.subplots(figsize=(7, 4.2), layout="constrained")
-    figure, axes = figure_axes
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for choice in there:
         runs = _runs(choice, rows)
-        finals = [_loss(choice, runs, seed) for seed in runs]
-        at = f"{choice.method}, {choice.setting}, lr {choice.lr:g}"
-        means.append([at, VIEWS[choice.view], f"{mean(finals):.4f}", f"{stdev(finals):.4f}", len(finals)])
+        axis_end = max(row.steps for row in runs.values())
         curves = [{t: losses[choice.view] for t, losses in row.curve} for row in runs.values()]
-        points = [(t, mean(curve[t] for curve in curves)) for t in curves[0] if t >= 1500]
+        points = [(t, mean(curve[t] for curve in curves)) for t in curves[0] if t >= 0.37 * axis_end]
         axes.plot(*zip(*points, strict=True), "o-", label=choice.method, markersize=4)
-    means.sort(key=lambda line: line[2])
-    axes.set(xlabel="steps", ylabel="held-out loss (nats a token)", xscale="log", yscale="log")
-    axes.set(title="7M, five report seeds: what each method would return")
+    axes.set(xlabel="steps", ylabel="held-out loss (nats a token)")
+    axes.set(title=f"{size}, report seeds: what each method would return")
     axes.legend(fontsize=8, frameon=False)
-    figure.savefig(HERE / "report.png", dpi=150)
-    parts = [
-        table(
-            "Report at 7M, seeds 11 to 15: final losses",
-            ("method", "returns", "loss", "sd of a seed", "seeds"),
-            means,
-        )
-    ]
+    figure.savefig(HERE / f"report-{size.lower()}.png", dpi=150)
+    parts = [finals(f"Report at {size}: final losses", there, rows)]
     pairs = [(one, [other for other in there if other is not one]) for one in there if one.method in SUBJECTS]
     printed = sum(len(rivals) for _, rivals in pairs)
     for one, rivals in pairs:
@@ -352,9 +349,43 @@ def report(chosen: Sequence[Choice], rows: Sequence[Row]) -> list[str]:
             for v in verdicts(one, rivals, rows, printed)
         ]
         head = ("rival", "difference in loss", "steps saved, %", "pairs", f"{one.method} is")
-        parts.append(table(f"Report at 7M: {one.method} against each other method", head, lines))
-    said = f"± is the simultaneous 95 % half-width over all {printed} comparisons."
+        parts.append(table(f"Report at {size}: {one.method} against each other method", head, lines))
+    said = f"± is the simultaneous 95 % half-width over all {printed} comparisons at {size}."
     return [*parts, said + "\n"]
+
+
+def finals(title: str, chosen: Sequence[Choice], rows: Sequence[Row]) -> str:
+    """Return the table of final losses, best first."""
+    lines = []
+    for choice in chosen:
+        runs = _runs(choice, rows)
+        own = [_loss(choice, runs, seed) for seed in runs]
+        own_words = "" if choice.method.startswith("muon") else choice.setting
+        at = ", ".join(filter(None, (choice.method, own_words, f"lr {choice.lr:g}")))
+        seconds = mean(row.seconds for row in runs.values())
+        lines.append(
+            [at, VIEWS[choice.view], f"{mean(own):.4f}", f"{stdev(own):.4f}", len(own), f"{seconds:.0f}"]
+        )
+    head = ("method", "returns", "loss", "sd of a seed", "seeds", "seconds, beside other runs")
+    return table(title, head, sorted(lines, key=lambda line: str(line[2])))
+
+
+def muon(rows: Sequence[Row]) -> list[str]:
+    """Return the tables of Muon at 7M: every setting with its best weights, and the best push."""
+    check_same_tokens(rows, "Muon")
+    rows = [replace(row, method=f"{row.method} {row.setting}".replace(" base-muon", "")) for row in rows]
+    methods = sorted({row.method for row in rows})
+    chosen = [choose([row for row in rows if row.method == method])[0] for method in methods]
+    pushes = [choice for choice in chosen if choice.method.startswith("muon-push")]
+    best = min(pushes, key=lambda choice: choice.loss)
+    others = [choice for choice in chosen if choice is not best]
+    lines = [
+        [v.rival, f"{v.difference:+.4f} ± {v.half_width:.4f}", f"{100 * v.saved:+.1f}", v.pairs, v.words]
+        for v in verdicts(best, others, rows, len(others))
+    ]
+    head = ("rival", "difference in loss", "steps saved, %", "pairs", "it is")
+    title = f"Muon at 7M: {best.method} against each other setting"
+    return [finals("Muon at 7M: final losses", chosen, rows), table(title, head, lines)]
 
 
 def rebuilt(rows: Sequence[Row]) -> str:

@@ -53,8 +53,8 @@ class PACE(Optimizer):
         live'    = raw + gain · (average − live)
         average' = (1 − rate) · average + rate · live'
 
-    What we recommend for pretraining is `PACE(params, lr, control=Control.push())`: another gain, which is
-    negative, and a second average to return. The parameters hold the live weights, but for `eval()` and
+    What we recommend for pretraining is `PACE(params, lr, control=Control.push(grow=steps))`, with the steps
+    of the run: another gain, which is negative and grows, and a second average to return. The parameters hold the live weights, but for `eval()` and
     blocks of `averaged_weights`; averages are optimizer state. Evaluate the returned one with
     `averaged_weights`, export it with `averaged_state_dict` or `save_averaged`.
 
@@ -70,9 +70,9 @@ class PACE(Optimizer):
 
     >>> import torch, paceline
     >>> model = torch.nn.Linear(2, 1)
-    >>> paceline.PACE(model.parameters(), lr=1e-3, control=paceline.Control.push())
+    >>> paceline.PACE(model.parameters(), lr=1e-3, control=paceline.Control.push(grow=1000))
     PACE(
-        group 0: lr 0.001, weight_decay 0.01, Control.push(), path: chosen at the first step
+        group 0: lr 0.001, weight_decay 0.01, Control.push(grow=1000), path: chosen at the first step
     )
     """
 
@@ -289,8 +289,9 @@ def facts(groups: list[dict[str, Any]], memory: Mapping[Tensor, State]) -> list[
     grads = [p.grad for p in lives]
     given = [grad for grad in grads if grad is not None]
     kept = [value for state in memory.values() for value in state.values()]
-    # By `map` of functions in C, which is quick: this runs at every step, for every tensor.
-    found: list[object] = [*(grad is None for grad in grads), *map(id, chain(lives, memory))]
+    # By `map` of functions in C, which is quick: this runs at every step, for every tensor. Of the state an
+    # address is enough: memory of another dtype or shape is elsewhere. Strides and a size are a shape.
+    found: list[object] = [*(grad is None for grad in grads), *map(id, chain(lives, memory, kept))]
     found += map(type, given)
     try:
         found += [(len(group["params"]), *group["betas"], *_settings_of_plan(group)) for group in groups]
@@ -298,8 +299,7 @@ def facts(groups: list[dict[str, Any]], memory: Mapping[Tensor, State]) -> list[
             found += map(layout_of, chain(lives, given))
             lives, given, kept = ([local(tensor) for tensor in each] for each in (lives, given, kept))
         found += map(Tensor.data_ptr, chain(lives, kept))
-        found += map(attrgetter("dtype"), chain(lives, given, kept))
-        for read in (attrgetter("shape"), Tensor.stride, Tensor.is_neg):
+        for read in (attrgetter("dtype"), Tensor.numel, Tensor.stride, Tensor.is_neg):
             found += map(read, chain(lives, given))
     except (AttributeError, KeyError, RuntimeError, TypeError):
         # A sparse gradient, or a state that is no tensor. An object equals no other: the next plan decides.

@@ -154,7 +154,7 @@ class Control:
         uniform = "push" if self.strength < 0 else "pull" if self.strength > 0 else "none"
         kind = "paper" if self.sizing == "paper" else uniform
         make = getattr(Control, kind)
-        size = [] if self.strength == make().strength else [abs(self.strength)]
+        size = [] if self.strength == make(grow=self.grow).strength else [abs(self.strength)]
         usual = make(*size, grow=self.grow)  # which says the step, too
         odd = [n for n in _FIELDS if getattr(self, n) != getattr(usual, n) or (n == "grow" and self.grow)]
         others = [f"{name}={getattr(self, name)!r}" for name in odd]
@@ -167,16 +167,29 @@ class Control:
 
     @classmethod
     def push(
-        cls, strength: float = 0.5, power: float = 0.6, return_power: float | None = 0.7, **further: Any
+        cls,
+        strength: float | None = None,
+        power: float = 0.6,
+        return_power: float | None = 0.7,
+        *,
+        grow: int = 0,
+        **further: Any,
     ) -> "Control":
         """Return a push away from the average, as EMA-Nesterov, GPA and SNOO have it in other forms.
 
-        A strength of .5 halves the noise of steps and keeps their drift. With `grow`, the length of the run,
-        the noise is kept, and the drift gains speed evenly, up to 1/(1 − strength) times.
+        Arguments:
+            strength: how hard, from 0 to below 1. None: .75 if it grows, .5 if it does not.
+            power: how short the average is that steers.
+            return_power: how long the average is that is returned; None returns the one that steers.
+            grow: the steps of the run (recommended). The noise of steps is kept, and drift gains speed
+                evenly, up to 1/(1 − strength) times. 0: from the first step on the noise is 1 − strength
+                times as large, and drift keeps its speed.
+            further: other fields of `Control`.
         """
+        strength = (0.75 if grow else 0.5) if strength is None else strength
         ok = is_number(strength) and 0 <= strength < 1
         require(ok, "strength", strength, "0 <= strength < 1 of a push")
-        own = {"step": 1.0 if further.get("grow") else 1 - strength, **further}
+        own = {"step": 1.0 if grow else 1 - strength, "grow": grow, **further}
         return cls(strength=-strength, sizing="uniform", power=power, return_power=return_power, **own)
 
     @classmethod

@@ -285,7 +285,7 @@ class Keeper:
         """
         found = None
         alike: list[tuple[State, Tensor]] = []
-        for group, parameter, state in self.remembered():
+        for group, parameter, state in self.remembered() if self.loaded_live else ():
             live, held = self.loaded_live.get(parameter), parameter.detach()
             if live is None or "live" in state:
                 continue
