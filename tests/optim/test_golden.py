@@ -40,26 +40,10 @@ def test_trajectory(case, foreach):
     check(case, torch.float64, 1e-12, foreach=foreach)
 
 
-BRANCHES = [
-    "default",
-    "c0_is_adamw_ema",
-    "multi_tensor",
-    "kappa0_beta1",
-    "uf3",
-    "wd0",
-    "saturated_pre",
-    "saturated_lookahead",
-    "maximize",
-    "max_gain_half",
-    "offset0_trl",
-    "none_grads",
-    "lr0",
-    "uniform_push",
-    "return_power_uf3",
-]
-"""A case for each branch of the kernel. The others, which take half a minute, differ in numbers alone."""
+SHORT = ("default", "none_grads", "return_power_uf3")
+"""Cases for the kernel in every run of the tests; test_rule.py takes each of its branches, too."""
 KERNEL = [
-    pytest.param(case, marks=[] if case in BRANCHES else pytest.mark.long)
+    pytest.param(case, marks=[] if case in SHORT else pytest.mark.long)
     for case in OFFERED
     if case != "unclipped"  # grows beyond float32
 ]
