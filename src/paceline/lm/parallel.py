@@ -9,7 +9,7 @@ Started by torchrun, each process is a rank:
         → loss, norm of the gradient and "was I asked to stop?", summed in one message → all do the same
 
 With DDP every rank has the whole model. With FSDP2 weights, gradients and the optimizer's state are cut into
-shards. With fewer shards than ranks there are several copies of the model (HSDP).
+shards.
 """
 
 import hashlib
@@ -72,11 +72,6 @@ class Ranks:
         """Return whether this is the rank that writes files and prints."""
         return self.rank == 0
 
-    @property
-    def copies(self) -> int:
-        """The number of ranks with the same part of a gradient."""
-        return self.size if self.mesh is None else self.size // self.mesh["shards"].size()
-
     # --- Shares ---
 
     def rounds(self, count: int, size: int) -> list[range]:
@@ -120,7 +115,7 @@ class Ranks:
             known_loss, known_norm = torch.stack([loss, norm]).tolist()
             return known_loss, known_norm, norm, False
         # In float64, squares of float32 numbers neither overflow nor round.
-        square = norm.double().square() / self.copies
+        square = norm.double().square() / (self.size if self.mesh is None else 1)  # DDP's is of the whole
         sums = torch.stack([loss.double(), square, torch.full_like(square, float(stop()))])
         torch.distributed.all_reduce(sums)
         total = sums[1].sqrt().to(norm.dtype)
@@ -174,6 +169,13 @@ class Ranks:
             if error is not None:
                 raise _named(error, rank)
         return [value for value, _ in said]
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a tensor; of a sharded one all of it, in host memory, and nothing on ranks but the first."""
+        if not is_sharded(tensor):
+            return tensor
+        gathered = tensor.full_tensor()
+        return gathered.cpu() if self.is_first else gathered.new_empty(0)
 
     # --- The model ---
 
@@ -303,12 +305,11 @@ def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto") -> Iterator[Ranks]:
+def joined(*, how: str = "ddp", device: str = "auto") -> Iterator[Ranks]:
     """Yield the ranks that torchrun started, or `ALONE`.
 
     Arguments:
         how: "ddp" or "fsdp2".
-        shards: how many ranks share one copy of the weights (fsdp2); None: all.
         device: "cpu", "cuda", or "auto": GPUs if there are any, one for each rank.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -316,8 +317,6 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
         yield ALONE
         return
     own = _device(device)
-    if shards is not None and (shards < 1 or size % shards):
-        raise ValueError(f"shards is {shards}; allowed: what divides the number of ranks, {size}")
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
@@ -338,9 +337,7 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
     if how == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
 
-        across = shards or size
-        shape = {"copies": size // across, "shards": across} if across < size else {"shards": across}
-        mesh = init_device_mesh(own.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        mesh = init_device_mesh(own.type, (size,))
     ranks = Ranks(rank=rank, size=size, device=own, mesh=mesh, host=host)
     try:
         yield ranks

@@ -85,7 +85,6 @@ class Run:
     parallel: Annotated[
         Literal["ddp", "fsdp2"], "On several ranks, by torchrun: the whole model on each, or shards of it."
     ] = "ddp"
-    shards: Annotated[int | None, "With fsdp2, ranks that share one copy of the weights; none: all."] = None
     activation_checkpointing: Annotated[bool, "Compute activations twice instead of keeping them."] = False
     dropout: Annotated[float, "Dropout of a new model."] = 0.0
     seed: Annotated[int, "The seed of initial weights, order of samples, and dropout."] = 42
@@ -135,7 +134,7 @@ class Run:
 # Settings that may differ when a run is resumed: they do not change what is computed in what was done.
 MAY_CHANGE = frozenset(
     {"evaluate_every", "checkpoint_every", "keep", "keep_steps", "skip_nonfinite"}
-    | {"telemetry_every", "device", "parallel", "shards"}
+    | {"telemetry_every", "device", "parallel"}
 )
 
 # Settings that make no other run: how often to look and to save, and where. Leaving out steps does change it.
@@ -162,7 +161,7 @@ def name_of(run: Run) -> str:
 
 _AT_LEAST_1 = (
     "length", "batch_size", "micro_batch_size", "held_out_samples", "evaluate_every", "checkpoint_every",
-    "telemetry_every", "keep", "shards", "horizon",
+    "telemetry_every", "keep", "horizon",
 )  # fmt: skip
 
 
@@ -188,10 +187,6 @@ def _check(run: Run) -> None:
         )
     _require(bool(run.data) and all(run.data), "data", run.data, "at least one file, folder or name")
     _require(all(run.held_out), "held_out", run.held_out, "files, folders or names")
-    if run.shards is not None and run.parallel != "fsdp2":
-        raise ConfigError(
-            f"shards is {run.shards}; it goes with parallel fsdp2, and here it is {run.parallel}"
-        )
     if run.task == "sft" and run.model.startswith("gpt:"):
         raise ConfigError(
             f"model {run.model!r} has no chat template to fine-tune with; give a pretrained model"

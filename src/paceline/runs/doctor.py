@@ -120,7 +120,7 @@ def _described(folder: Path) -> Iterator[str]:
         f"{folder.name}: whole; step {facts['progress']['step']} of a {facts['config']['task']} run of "
         f"{facts['config']['model']} with {make(facts['config']).name}; {size:,} bytes"
     )
-    yield from _parts(read_json(folder / "state.json"), manifest["files"])
+    yield from _parts(read_json(folder / "state.json"))
     yield f"  returned by this run: {facts['returned']}"
     if best := facts["best"]:
         yield f"  best held-out loss so far: {best['loss']:.4f} at step {best['step']}"
@@ -130,7 +130,7 @@ def _described(folder: Path) -> Iterator[str]:
         raise Damaged(f"{path} has lost its end: {facts['records']} bytes were written")
 
 
-def _parts(described: dict[str, Any], files: dict[str, Any]) -> list[str]:
+def _parts(described: dict[str, Any]) -> list[str]:
     live = f"the live weights ({len(described['live'])} tensors)"
     kinds = sorted(
         {key for entry in described["optimizer"].values() if isinstance(entry, dict) for key in entry}
@@ -138,10 +138,7 @@ def _parts(described: dict[str, Any], files: dict[str, Any]) -> list[str]:
     averages = [key for key in kinds if "average" in key or "returned" in key or key == "z"]
     others = ", ".join(key for key in kinds if key not in averages) or "nothing"
     named = f"averages as NAME.{', NAME.'.join(averages)}" if averages else "no average"
-    if "live.safetensors" in files:
-        return [f"  live.safetensors: {live}", f"  optimizer.safetensors: {named}; also {others}"]
-    count = len(files) - 1  # state.json
-    return [f"  in {count} shard(s): live.NAME, {live}", f"  optimizer.NAME: {named}; also {others}"]
+    return [f"  live.safetensors: {live}", f"  optimizer.safetensors: {named}; also {others}"]
 
 
 # --- Data and models ----------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def execute(
     check_methods(run)
     with ExitStack() as stack:
         try:
-            ranks = stack.enter_context(joined(how=run.parallel, shards=run.shards, device=run.device))
+            ranks = stack.enter_context(joined(how=run.parallel, device=run.device))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         ranks.of_first(lambda: stack.enter_context(locked(folder)))
