@@ -271,7 +271,7 @@ def test_a_template_that_cannot_be_used(template, message):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("PACELINE_SMOLLM2" not in os.environ, reason="PACELINE_SMOLLM2 names no GGUF file")
+@pytest.mark.skipif("PACELINE_SMOLLM2" not in os.environ, reason="PACELINE_SMOLLM2 names no folder")
 def test_smollm2_itself():
     _, tokenizer = load_pretrained(os.environ["PACELINE_SMOLLM2"])
     assert tokenizer.chat_template == SMOLLM2

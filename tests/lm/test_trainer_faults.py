@@ -660,7 +660,7 @@ def test_too_little_memory_is_explained_and_harms_nothing(attempt, runs, tmp_pat
     assert attempt(partial(before, STEP, (1,), send, signal.SIGTERM), run=run).code == 143
     trial = attempt(partial(trials.starve, 2**22), run=run)
     assert trial.code == 1
-    assert re.search(r"memory is full: .*more w(as|ere) needed, [\d,]+ are free; a smaller", trial.text())
+    assert "memory is full; a smaller" in trial.text()
     assert newest_of(attempt.folder) == 1
     assert attempt(run=run).code == 0
 

@@ -30,7 +30,7 @@ class Run:
         Literal["pretrain", "sft"], "Train a new model on text, or fine-tune one on conversations."
     ] = "pretrain"
     model: Annotated[
-        str, "gpt:0.3m … gpt:50m, gpt2 (the 124M), a name on the Hugging Face hub, a folder, or a .gguf file."
+        str, "gpt:0.3m … gpt:50m, gpt2 (the 124M), a name on the Hugging Face hub, or a folder."
     ] = "gpt:1m"
     data: Annotated[
         tuple[str, ...],

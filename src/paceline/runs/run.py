@@ -24,7 +24,6 @@ from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import describe, locked, new_folder, remove_temporary, verify
 from paceline.lm.loop import Evaluation, Progress, Step, train
 from paceline.lm.parallel import joined
-from paceline.lm.throughput import operations_per_token, peak_of
 from paceline.optim import pull_statistics
 from paceline.runs import build, changes, names, records
 from paceline.runs.config import ConfigError, Run, as_mapping
@@ -174,12 +173,7 @@ class _Running:
         self.latest: dict[str, Any] | None = None  # the same of the latest evaluation
         trainee = job.trainee
         self.ranks = trainee.ranks
-        peak = peak_of(trainee.device)
-        self.clock = records.Clock(
-            tokens=job.plan.batch_size * trainee.samples.length,
-            operations=operations_per_token(trainee.model, trainee.samples.length),
-            peak=None if peak is None else peak * self.ranks.size,
-        )
+        self.clock = records.Clock(job.plan.batch_size * trainee.samples.length)
         self.saved_at: tuple[int, bool] | None = None  # the progress that is on the disk
         self.records: records.Writer | records.Nowhere = records.Nowhere()
         self.timing: records.Writer | records.Nowhere = records.Nowhere()
