@@ -262,8 +262,7 @@ def save_that_fails_on_one_rank(ranks, folder):
     except OSError as error:
         said = str(error)
     assert "Input/output error" in said, said
-    ranks.together(lambda: None)
-    assert list(folder.iterdir()) == []
+    assert not ranks.is_first or list(folder.iterdir()) == []
     path = checkpoint.save(folder, 1, state, {"value": 1}, ranks)  # the disk works again
     ranks.together(lambda: None)
     found = checkpoint.load(path)

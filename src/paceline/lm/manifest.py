@@ -14,7 +14,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.lm.files import FILE, Damaged, check_fields, plain_file, read_json, verify, write_atomically
+from paceline.lm.files import (
+    FILE,
+    Damaged,
+    check_fields,
+    describe,
+    new_folder,
+    one_at_a_time,
+    plain_file,
+    read_json,
+    remove_temporary,
+    verify,
+    write_atomically,
+)
 
 FORMAT = 2
 MANIFEST, _CHECKED = "manifest.json", "checked"
@@ -90,6 +102,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any], tell: Tell, *, again:
         tell(f"checking {folder} ({size / 1e9:.1f} GB), once")
     verify(folder, files)
     with suppress(OSError):  # a folder that cannot be written is checked at each opening
+        remove_temporary(folder, _CHECKED)
         write_atomically(folder / _CHECKED, fact)
 
 
@@ -100,6 +113,40 @@ def refuse_other(settings: Mapping[str, Any], manifest: Mapping[str, Any], folde
     if other:
         changes = "; ".join(f"{key} {say(manifest.get(key))} → {say(ours)}" for key, ours in other.items())
         raise ValueError(f"{folder} was prepared from something else; choose another folder ({changes})")
+
+
+def prepared(
+    folder: Path,
+    opened: Callable[[], T],
+    fill: Callable[[Path], Mapping[str, Any]],
+    *,
+    tell: Tell,
+    is_cache: bool,
+) -> T:
+    """Return what is prepared in a folder; prepare it if need be, while other processes wait for it.
+
+    The folder appears when it is complete. What a killed preparation has left is removed by the next.
+
+    Arguments:
+        folder: an absolute path.
+        opened: opens the folder, with all checks.
+        fill: writes the files into another folder, and returns the other fields of the manifest.
+        tell: called with lines about damage, and about waiting.
+        is_cache: prepare a damaged folder again, instead of refusing it.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        found = unless_damaged(opened, tell, is_cache=is_cache)
+        if found is not None:
+            return found
+    with one_at_a_time(folder.with_name(f".{folder.name}.lock"), tell):
+        with suppress(FileNotFoundError, Damaged):  # another process was quicker
+            return opened()
+        remove_temporary(folder.parent, folder.name)
+        with new_folder(folder) as made:
+            fields = fill(made)
+            files = describe(sorted(made.iterdir()))
+            write_manifest(made / MANIFEST, {**fields, "files": files})
+        return opened()
 
 
 def unless_damaged(opened: Callable[[], T], tell: Tell, *, is_cache: bool) -> T | None:

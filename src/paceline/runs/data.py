@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -22,7 +22,7 @@ from paceline.cache import cache_folder
 from paceline.lm.chat import ChatFormat, chat_rows, messages_of
 from paceline.lm.chat_samples import ChatSamples, prepare_chat
 from paceline.lm.documents import ROWS, TEXT, Files, Hub, cut, is_held_out, open_hub, open_source
-from paceline.lm.files import BusyError, Damaged, describe, new_folder, sha256_of, verify
+from paceline.lm.files import Damaged, describe, new_folder, sha256_of, verify
 from paceline.lm.manifest import MANIFEST, read_manifest, unless_damaged, write_manifest
 from paceline.lm.python_corpus import Corpus, python_corpus
 from paceline.lm.shards import Tokens, open_tokens, prepare
@@ -115,7 +115,7 @@ def _part(folder: Path, part: str, vocabulary: Vocabulary, tell: Tell) -> Tokens
     tokens = open_tokens(folder / part, tell=tell)
     if tokens.tokenizer != vocabulary.fingerprint:
         raise ConfigError(f"{tokens.folder} was made with another tokenizer than the one in {folder}")
-    if (made_of := read_manifest(tokens.folder / MANIFEST, {})["source"].get("part", part)) != part:
+    if (made_of := tokens.source.get("part", part)) != part:
         raise ConfigError(f"{tokens.folder} holds the part {made_of} of the text, not {part}")
     return tokens
 
@@ -146,31 +146,17 @@ def _vocabulary(tokenizer: str | Vocabulary, sources: "list[_Source]", part: str
 def _tokens(
     sources: "list[_Source]", part: str, vocabulary: Vocabulary, tell: Tell, folder: Path | None = None
 ) -> Tokens:
-    """Return the tokens of one part, prepared if need be. Interrupted, it resumes when called again."""
-    about, is_cache = {"sources": _descriptions(sources), "part": part}, folder is None
-    if folder is None:
-        folder = cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *about["sources"])
-        with suppress(FileNotFoundError, Damaged):  # prepared below, under a lock
-            found = open_tokens(folder, tell=tell)
-            if read_manifest(folder / MANIFEST, {})["source"] == json.loads(json.dumps(about)):
-                return found
-    progress, waiting = _Progress(f"tokenizing ({part})", tell), False
-    while True:
-        try:
-            return prepare(
-                _some(sources, part),
-                vocabulary,
-                folder,
-                source=about,
-                is_cache=is_cache,
-                progress=progress,
-                tell=tell,
-            )
-        except BusyError:
-            if not waiting:
-                tell("another process prepares the same data; waiting for it")
-            waiting = True
-            time.sleep(1)
+    """Return the tokens of one part, prepared if need be: in the cache, or in a folder of the user's."""
+    described = _descriptions(sources)
+    return prepare(
+        _some(sources, part),
+        vocabulary,
+        folder or cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *described),
+        source={"sources": described, "part": part},
+        is_cache=folder is None,
+        progress=_Progress(f"tokenizing ({part})", tell),
+        tell=tell,
+    )
 
 
 def _descriptions(sources: "list[_Source]") -> list[dict[str, Any]]:
