@@ -135,33 +135,20 @@ def prepared(
         is_cache: prepare a damaged folder again, instead of refusing it.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        found = unless_damaged(opened, tell, is_cache=is_cache)
-        if found is not None:
-            return found
+        try:
+            return opened()
+        except Damaged as error:
+            if not is_cache:
+                raise
+            tell(f"{error}; it is prepared again")
     with one_at_a_time(folder.with_name(f".{folder.name}.lock"), tell):
         with suppress(FileNotFoundError, Damaged):  # another process was quicker
             return opened()
         remove_temporary(folder.parent, folder.name)
         with new_folder(folder) as made:
             fields = fill(made)
-            files = describe(sorted(made.iterdir()))
-            write_manifest(made / MANIFEST, {**fields, "files": files})
+            write_manifest(made / MANIFEST, {**fields, "files": describe(sorted(made.iterdir()))})
         return opened()
-
-
-def unless_damaged(opened: Callable[[], T], tell: Tell, *, is_cache: bool) -> T | None:
-    """Return what is prepared already; None for a damaged cache, after a line about it.
-
-    Raises:
-        Damaged: the folder is damaged, and it is the user's.
-    """
-    try:
-        return opened()
-    except Damaged as error:
-        if not is_cache:
-            raise
-        tell(f"{error}; it is prepared again")
-        return None
 
 
 def _digest(content: Mapping[str, Any]) -> str:

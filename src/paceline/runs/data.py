@@ -22,8 +22,8 @@ from paceline.cache import cache_folder
 from paceline.lm.chat import ChatFormat, chat_rows, messages_of
 from paceline.lm.chat_samples import ChatSamples, prepare_chat
 from paceline.lm.documents import ROWS, TEXT, Files, Hub, cut, is_held_out, open_hub, open_source
-from paceline.lm.files import Damaged, describe, new_folder, sha256_of, verify
-from paceline.lm.manifest import MANIFEST, read_manifest, unless_damaged, write_manifest
+from paceline.lm.files import Damaged, sha256_of, verify
+from paceline.lm.manifest import MANIFEST, prepared, read_manifest
 from paceline.lm.python_corpus import Corpus, python_corpus
 from paceline.lm.shards import Tokens, open_tokens, prepare
 from paceline.lm.vocabulary import Vocabulary, open_vocabulary
@@ -131,16 +131,12 @@ def _vocabulary(tokenizer: str | Vocabulary, sources: "list[_Source]", part: str
         verify(kept, read_manifest(kept / MANIFEST, {})["files"])
         return open_vocabulary(kept)
 
-    if (kept / MANIFEST).exists():
-        found = unless_damaged(opened, tell, is_cache=True)
-        if found is not None:
-            return found
-    tell(f"training a vocabulary, {tokenizer}")
-    vocabulary = open_vocabulary(tokenizer, _documents(sources, part))
-    with new_folder(kept) as made:
-        vocabulary.save(made)
-        write_manifest(made / MANIFEST, {"files": describe(made.iterdir())})
-    return opened()
+    def fill(made: Path) -> dict[str, Any]:
+        tell(f"training a vocabulary, {tokenizer}")
+        open_vocabulary(tokenizer, _documents(sources, part)).save(made)
+        return {}
+
+    return prepared(kept, opened, fill, tell=tell, is_cache=True)
 
 
 def _tokens(
