@@ -390,8 +390,6 @@ def test_doctor_on_a_run(trained, capsys):
         "returned by this run: average" in said
         and "averages as NAME.paceline_average, NAME.paceline_long_average" in said
     )
-    loss = min(record["losses"]["held-out"]["average"] for record in losses_of(trained))
-    assert f"best held-out loss so far: {loss:.4f}" in said
 
 
 def damaged(path):
@@ -449,22 +447,6 @@ def test_what_is_damaged_is_not_read(name, room, trained, tmp_path, capsys):
         code = main([str(word) for word in words]) if words != ["train"] else pretrain(room, run, *METHOD)
         assert code == 1 and str(path) in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [run]
-
-
-def test_an_export_without_room_leaves_nothing(trained, tmp_path):
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); "
-    code += "from paceline.__main__ import main; sys.exit(main())"
-    left = tmp_path / ".tmp-model"
-    left.mkdir()
-    (left / "half").write_text("of an export that was killed")
-    for limited in (("-c", code), ("-m", "paceline")):
-        words = [sys.executable, *limited, "export", str(trained), str(tmp_path / "model")]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-        said = [line for line in done.stderr.splitlines() if line.startswith("paceline: ")]
-        if limited[0] == "-c":
-            assert done.returncode == 1 and f"cannot write {tmp_path / 'model'}: " in said[0]
-            assert not any(tmp_path.iterdir())
-    assert done.returncode == 0 and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 # --- data -------------------------------------------------------------------------------------------
@@ -577,15 +559,6 @@ def test_records_without_their_checkpoints_are_not_overwritten(room, tmp_path, c
     assert pretrain(room, tmp_path / "run") == 2
     assert "records of a run without its checkpoints" in capsys.readouterr().err
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
-
-
-def test_the_best_checkpoint_is_one_that_is_kept(room, tmp_path, capsys):
-    assert (
-        pretrain(room, tmp_path / "run", "--evaluate-every", "2", "--checkpoint-every", "5", "--keep", "1")
-        == 0
-    )
-    assert main(["doctor", str(tmp_path / "run")]) == 0
-    assert "best held-out loss so far" in (said := capsys.readouterr().out) and "at step 6" in said
 
 
 # --- Beside each other ----------------------------------------------------------------------------------

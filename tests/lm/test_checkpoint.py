@@ -276,21 +276,20 @@ def steps_in(root):
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "others", "up_to", "left"),
+    ("keep", "others", "up_to", "left"),
     [
-        (1, None, (), 9, [9]),
-        (2, None, (), 9, [7, 9]),
-        (2, 3, (), 9, [3, 7, 9]),
-        (2, 9, (), 9, [7, 9]),
-        (1, 5, (1, 4), 9, [1, 5, 9]),
-        (9, None, (), 9, [1, 3, 5, 7, 9]),
-        (1, None, (), 5, [5, 7, 9]),
+        (1, (), 9, [9]),
+        (2, (), 9, [7, 9]),
+        (2, (3, 9), 9, [3, 7, 9]),
+        (0, (1, 4), 9, [1]),
+        (9, (), 9, [1, 3, 5, 7, 9]),
+        (1, (), 5, [5, 7, 9]),
     ],
 )
-def test_the_newest_the_best_and_those_that_are_named_are_kept(tmp_path, keep, best, others, up_to, left):
+def test_the_newest_and_those_that_are_named_are_kept(tmp_path, keep, others, up_to, left):
     for step in (1, 3, 5, 7, 9):
         saved(tmp_path, step=step)
-    checkpoint.prune(tmp_path, up_to=up_to, keep=keep, best=best, others=others)
+    checkpoint.prune(tmp_path, up_to=up_to, keep=keep, others=others)
     assert steps_in(tmp_path) == left
     assert len(list(tmp_path.iterdir())) == len(left)
 
@@ -314,10 +313,16 @@ def test_the_newest_that_is_whole_is_found_and_the_damaged_are_named(tmp_path):
 def test_what_is_no_checkpoint_is_not_looked_at(tmp_path):
     assert checkpoint.newest(tmp_path / "nothing") == (None, [])
     real = saved(tmp_path, step=5)
-    (tmp_path / "step-00000009").symlink_to(real)
     shutil.copytree(real, tmp_path / ".tmp-abc")
     shutil.copytree(real, tmp_path / "step-00000007-old")
     assert steps_in(tmp_path) == [5]
+
+
+def test_a_link_to_a_checkpoint_is_named_and_not_read(tmp_path):
+    real = saved(tmp_path, step=5)
+    (tmp_path / "step-00000009").symlink_to(real)
+    found, (problem,) = checkpoint.newest(tmp_path)
+    assert found == real and "step-00000009 is damaged: it is a link" in problem
 
 
 def test_a_step_saved_again_takes_the_place_of_the_first(tmp_path):

@@ -304,7 +304,7 @@ def test_what_is_cleared_away_lies_in_the_folder(tmp_path):
     (root / ".tmp-file").write_text("x")
     (root / "step-00000001").symlink_to(outside / "step-00000001")
     files.remove_temporary(root)
-    checkpoint.prune(root, up_to=9, keep=1, best=None)
+    checkpoint.prune(root, up_to=9, keep=1)
     checkpoint.load(outside / "step-00000001")
     assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "step-00000009"]
 

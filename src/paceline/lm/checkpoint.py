@@ -252,6 +252,8 @@ def check(folder: Path) -> dict[str, Any]:
         Damaged: a file differs from what was written.
     """
     try:
+        if folder.is_symlink():
+            raise Damaged("it is a link, and what was written is a folder")
         manifest = read_manifest(plain_file(folder, MANIFEST), {"step": int})
         listed = manifest["files"]
         expected = {_STATE, *(f"{part}.safetensors" for part in _PARTS)}
@@ -271,7 +273,7 @@ def check(folder: Path) -> dict[str, Any]:
 def all_of(root: Path) -> list[tuple[int, Path]]:
     """Return step and folder of each checkpoint, oldest first, without a check of their files."""
     found = ((_NAME.fullmatch(path.name), path) for path in root.glob("step-*"))
-    return sorted((int(match[1]), path) for match, path in found if match and not path.is_symlink())
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def newest(root: Path) -> tuple[Path | None, list[str]]:
@@ -287,18 +289,12 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def prune(root: Path, *, up_to: int, keep: int, best: int | None, others: Collection[int] = ()) -> None:
-    """Remove all checkpoints up to a step, but the newest `keep`, that of the `best` step, and `others`."""
-    # Checkpoints beyond that step are damaged, and must not count among the newest.
-    for step, folder in [found for found in all_of(root) if found[0] <= up_to][:-keep]:
-        if step != best and step not in others:
-            _remove(folder)
-
-
-def keep_only(root: Path, steps: Collection[int]) -> None:
-    """Remove all but the checkpoints of these steps."""
-    for step, folder in all_of(root):
-        if step not in steps:
+def prune(root: Path, *, keep: int, others: Collection[int] = (), up_to: int = 2**63) -> None:
+    """Remove all checkpoints up to a step, but the newest `keep` of them and those of `others`."""
+    # Links, and checkpoints beyond that step, are damaged, and must not count among the newest.
+    found = [(step, path) for step, path in all_of(root) if step <= up_to and not path.is_symlink()]
+    for step, folder in found[: max(0, len(found) - keep)]:
+        if step not in others:
             _remove(folder)
 
 

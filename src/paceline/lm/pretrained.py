@@ -4,8 +4,6 @@ Weights are read from safetensors, never from a pickle, and code that comes with
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -74,6 +72,7 @@ def load_pretrained(name: str | Path, *, activation_checkpointing: bool = False)
     """
     with needed_for("a pretrained model"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
     path = Path(name).expanduser()
     is_here = path.is_dir()
     if is_here:
@@ -81,20 +80,20 @@ def load_pretrained(name: str | Path, *, activation_checkpointing: bool = False)
     elif not _HUB_NAME.fullmatch(str(name)):
         raise FileNotFoundError(f"no model {name}: no such folder, and not a name of the hub")
     source = str(path if is_here else name)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # Without trust_remote_code=False, transformers would ask on the terminal.
     options: dict[str, Any] = {"local_files_only": is_here, "trust_remote_code": False}
     try:
         _refuse_unsafe(source, is_here)
-        with _without_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=torch.float32,
-                attn_implementation="sdpa",  # of others, transformers may fetch the code from the hub
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.float32,
+            attn_implementation="sdpa",  # of others, transformers may fetch the code from the hub
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
     except OSError as error:
         reason = str(error).partition(". ")[0]
         raise FileNotFoundError(f"cannot load {name}: {reason}") from error
@@ -133,20 +132,6 @@ def _refuse_unsafe(source: str, is_here: bool) -> None:
             raise ValueError(f"{source} comes with code of its own, which is never run: auto_map {code}")
     if "quantization_config" in config:
         raise ValueError(f"{source} holds quantized weights, which cannot be trained; take its original")
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers, and restore their setting at the end."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 # --- Packed examples --------------------------------------------------------------------------------
@@ -199,6 +184,5 @@ def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path
                 config.bos_token_id = config.eos_token_id = tokenizer.end_of_text
         else:
             tokenizer.save_pretrained(made)
-        with _without_bars():
-            whole.save_pretrained(made)
+        whole.save_pretrained(made)
     return folder

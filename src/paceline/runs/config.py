@@ -35,7 +35,7 @@ class Run:
     data: Annotated[
         tuple[str, ...],
         "What to train on: python (the text inside this Python), files (.txt, .md, .jsonl, .parquet, also "
-        ".gz .xz .zst), folders, hf:NAME (a dataset of the hub), or a folder made by `paceline data`.",
+        ".gz .xz .zst), folders, or a folder made by `paceline data`.",
     ] = ("python",)
     held_out: Annotated[tuple[str, ...], "Data to evaluate on; without it, one document in twenty."] = ()
     held_out_samples: Annotated[int | None, "Evaluate on at most that many samples; none: all."] = None
@@ -90,7 +90,7 @@ class Run:
     seed: Annotated[int, "The seed of initial weights, order of samples, and dropout."] = 42
     evaluate_every: Annotated[int | None, "Steps between evaluations; none: ten in the run."] = None
     checkpoint_every: Annotated[int | None, "Steps between checkpoints; none: as evaluations."] = None
-    keep: Annotated[int, "How many of the newest checkpoints to keep, next to the best one."] = 2
+    keep: Annotated[int, "How many of the newest checkpoints to keep."] = 2
     keep_steps: Annotated[
         tuple[int, ...], "Write and keep a checkpoint after each of these steps, for other runs to fork from."
     ] = ()

@@ -2,9 +2,9 @@
 
 .. code-block:: text
 
-    python, files, hf:NAME → documents ─┬→ training → train/     ┐
-                             split by text                       ├ one folder, named after its content
-                                        └→ held out → held-out/  ┘ and that of the tokenizer
+    python, files → documents ─┬→ training → train/     ┐
+                    split by text                       ├ one folder, named after its content
+                               └→ held out → held-out/  ┘ and that of the tokenizer
 """
 
 import hashlib
@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from paceline.cache import cache_folder
 from paceline.lm.chat import ChatFormat, chat_rows, messages_of
 from paceline.lm.chat_samples import ChatSamples, prepare_chat
-from paceline.lm.documents import ROWS, TEXT, Files, Hub, cut, is_held_out, open_hub, open_source
+from paceline.lm.documents import PARQUET, ROWS, TEXT, Files, cut, is_held_out, open_source
 from paceline.lm.files import Damaged, sha256_of, verify
 from paceline.lm.manifest import MANIFEST, prepared, read_manifest
 from paceline.lm.python_corpus import Corpus, python_corpus
@@ -231,15 +230,11 @@ class Chats:
 def check_chat_files(names: tuple[str, ...]) -> None:
     """Raise ConfigError for a name that is no file of conversations, before a model is loaded."""
     for name in names:
-        if name.startswith("hf:"):
-            continue  # its rows are looked at when they come
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ConfigError(
-                f"there is no file {path}; conversations come from files of JSON lines, or from hf:NAME"
-            )
-        if not path.name.lower().endswith(ROWS):
-            raise ConfigError(f"{path} cannot hold conversations; allowed: {', '.join(ROWS)}")
+            raise ConfigError(f"there is no file {path}; conversations come from JSON lines or parquet")
+        if not path.name.lower().endswith(ROWS + PARQUET):
+            raise ConfigError(f"{path} cannot hold conversations; allowed: {', '.join(ROWS + PARQUET)}")
         where, row = next(chat_rows(path), (str(path), None))
         if row is None:
             raise ConfigError(f"{path} is empty")
@@ -280,13 +275,12 @@ def held_out_chats(
 
 
 def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:
-    sources = [open_hub(name) if name.startswith("hf:") else Path(name).expanduser() for name in names]
-    described = [sha256_of(source) if isinstance(source, Path) else source.describe() for source in sources]
-    about = {"files": described, "part": part}
+    files = [Path(name).expanduser() for name in names]
+    about = {"files": [sha256_of(file) for file in files], "part": part}
     folder = cache_folder() / "chats" / _key(form.fingerprint, length, about)
     progress = _Progress(f"rendering conversations ({part})", tell)
     return prepare_chat(
-        _chat_rows(sources, part),
+        _chat_rows(files, part),
         form,
         folder,
         source=about,
@@ -297,10 +291,9 @@ def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tel
     )
 
 
-def _chat_rows(sources: list[Path | Hub], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _chat_rows(files: list[Path], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of one part, split by the first question: one question never occurs in both parts."""
-    each = (chat_rows(source) if isinstance(source, Path) else source.rows() for source in sources)
-    for where, row in chain.from_iterable(each):
+    for where, row in chat_rows(*files):
         if part != "all":
             asked = next((m["content"] for m in messages_of(row, where) if m["role"] == "user"), "")
             if is_held_out(asked, HELD_OUT_SHARE) != (part == "held-out"):

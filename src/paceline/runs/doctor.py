@@ -122,8 +122,6 @@ def _described(folder: Path) -> Iterator[str]:
     )
     yield from _parts(read_json(folder / "state.json"))
     yield f"  returned by this run: {facts['returned']}"
-    if best := facts["best"]:
-        yield f"  best held-out loss so far: {best['loss']:.4f} at step {best['step']}"
     if (path := folder.parents[1] / "records.jsonl").exists() and records.whole_lines(path) < facts[
         "records"
     ]:

@@ -157,10 +157,7 @@ def drop_checkpoints(folder: Path, but: Collection[int] = ()) -> None:
         return
     with suppress(OSError):  # another machine removes the same
         remove_temporary(checkpoints)
-        checkpoint.keep_only(checkpoints, but)
-
-
-_WORST: dict[str, Any] = {"loss": math.inf}
+        checkpoint.prune(checkpoints, keep=0, others=but)
 
 
 class _Running:
@@ -169,8 +166,6 @@ class _Running:
     def __init__(self, run: Run, folder: Path, job: build.Job, watch: Watch | None) -> None:
         self.run, self.folder, self.job, self.watch = run, folder, job, watch
         self.progress = Progress()
-        self.best: dict[str, Any] | None = None  # step and loss of the best checkpoint, by what is returned
-        self.latest: dict[str, Any] | None = None  # the same of the latest evaluation
         trainee = job.trainee
         self.ranks = trainee.ranks
         self.clock = records.Clock(job.plan.batch_size * trainee.samples.length)
@@ -193,7 +188,7 @@ class _Running:
             self.progress = Progress(**facts["progress"])
             if (step := self.progress.step) > (last := self.job.plan.steps):
                 raise ConfigError(f"this run is at step {step} already; it cannot end at step {last}")
-            self.best, keep = facts["best"], facts["records"]
+            keep = facts["records"]
             self.saved_at = self.progress.step, self.progress.evaluated
         else:
             self.ranks.of_first(lambda: changes.refuse_lost_checkpoints(self.folder))
@@ -303,8 +298,6 @@ class _Running:
     def _write(self, record: Step | Evaluation) -> None:
         self.records.write(type(record).__name__.lower(), asdict(record))
         if isinstance(record, Evaluation):
-            loss = next(iter(record.losses.values()))[self.job.returned]
-            self.latest = {"step": record.step, "loss": loss} if math.isfinite(loss) else None
             self.timing.write("speed", {"time": self.clock.now(), "step": record.step, **self.clock.speed()})
             self.records.flush()
             self.timing.flush()
@@ -318,14 +311,10 @@ class _Running:
         if self.saved_at == (progress.step, progress.evaluated):
             return
         began = time.monotonic()
-        latest = self.latest  # only what is saved can be the best that is kept
-        if latest and latest["step"] == progress.step and latest["loss"] < (self.best or _WORST)["loss"]:
-            self.best = latest
         facts = {
             "config": as_mapping(self.run),
             "progress": asdict(progress),
             "schedule": job.trainee.scheduler.state_dict(),
-            "best": self.best,
             "returned": job.returned,
             **job.facts,
         }
@@ -347,13 +336,11 @@ class _Running:
         yield Saved(step=progress.step, folder=path, seconds=seconds)
 
     def _prune(self) -> Iterator[Event]:
-        best = self.best["step"] if self.best else None
         prune = partial(
             checkpoint.prune,
             self.folder / "checkpoints",
             up_to=self.progress.step,
             keep=self.run.keep,
-            best=best,
             others=self.run.keep_steps,
         )
         try:
