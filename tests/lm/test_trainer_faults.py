@@ -602,6 +602,7 @@ def begun(room, runs):
         {"method": "adamw", "telemetry_every": None},
         {"method": "adamw+push:every=3"},
         {"lr": 2e-3},
+        {"steps": 8},
         {"batch_size": 4},
         {"micro_batch_size": 2},
         {"length": 32},
@@ -642,12 +643,17 @@ def test_data_of_the_same_name_and_other_content_are_refused(attempt, runs, tmp_
 def test_settings_that_may_change_do(attempt, begun, runs):
     shutil.copytree(begun, attempt.folder)
     run = dataclasses.replace(
-        runs["pretrain"], steps=8, evaluate_every=2, checkpoint_every=3, keep=3, skip_nonfinite=1
+        runs["pretrain"], evaluate_every=2, checkpoint_every=3, keep=3, skip_nonfinite=1
     )
     assert attempt(run=run).code == 0
-    assert newest_of(attempt.folder) == 8
-    shorter = attempt(run=dataclasses.replace(run, steps=5))
-    assert shorter.code == 2 and "at step 8 already; it cannot end at step 5" in shorter.text()
+    assert newest_of(attempt.folder) == 6
+
+
+def test_another_precision_on_another_device_is_refused(begun, runs, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(begun, tmp_path / "run")
+    monkeypatch.setattr("paceline.runs.build.precision_of", lambda run, device: torch.bfloat16)
+    assert main(words_of(runs["pretrain"], folder)) == 2
+    assert "begun in float32, and precision auto is bfloat16" in capsys.readouterr().err
 
 
 # --- F11: memory ------------------------------------------------------------------------------------

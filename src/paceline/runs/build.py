@@ -77,7 +77,12 @@ def build(run: Run, tell: data.Tell, ranks: Ranks = ALONE) -> Job:
         "held_out_fingerprint": held_out.fingerprint,
         **material.about,
     }
-    facts = {"data": about, "parameters": sum(p.numel() for p in model.parameters()), "steps": plan.steps}
+    facts = {
+        "data": about,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": plan.steps,
+        "precision": str(plan.precision).removeprefix("torch."),
+    }
     return Job(
         trainee=trainee, plan=plan, returned=returned, facts=facts, save_tokenizer=material.save_tokenizer
     )

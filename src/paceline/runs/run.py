@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -100,10 +100,9 @@ def execute(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         ranks.of_first(lambda: stack.enter_context(locked(folder)))
-        found, problems, horizon = ranks.of_first(lambda: _look(folder, run))
+        found, problems = ranks.of_first(lambda: _look(folder, run))
         for problem in problems:
             yield Notice(text=f"{problem}; an earlier one is used")
-        run = replace(run, horizon=horizon)
         running = _Running(run, folder, build.build(run, tell, ranks), watch)
         try:
             running.begin(found)
@@ -113,23 +112,17 @@ def execute(
             running.close()
 
 
-def _look(folder: Path, run: Run) -> tuple[Path | None, list[str], int | None]:
-    """Return the checkpoint to continue, if there is any, what is wrong with newer ones, and the horizon."""
+def _look(folder: Path, run: Run) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint to continue, if there is any, and what is wrong with newer ones."""
     checkpoints = folder / "checkpoints"
     for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
         remove_temporary(place)
     found, problems = checkpoint.newest(checkpoints)
-    horizon = run.horizon
     if found is not None:
-        facts = checkpoint.load_facts(found)
-        horizon = changes.horizon_of(facts, run)
-        before = facts["config"]
-        if horizon is not None and before["horizon"] is None:  # the same in other words
-            before = {**before, "horizon": facts["steps"]}
-        changes.refuse_changes(before, replace(run, horizon=horizon))
+        changes.refuse_changes(checkpoint.load_facts(found)["config"], run)
     elif problems:
         raise ValueError(f"{problems[0]}; there is no other (to begin again, move it away)")
-    return found, problems, horizon
+    return found, problems
 
 
 def is_finished(folder: Path) -> bool:
@@ -182,12 +175,11 @@ class _Running:
             saved = checkpoint.read(found, checkpoint.named_tensors(trainee.model))
             facts = saved["facts"]
             changes.refuse_other_data(facts, self.job.facts)
+            changes.refuse_other_precision(facts, self.job.facts)
             checkpoint.restore(trainee.model, trainee.optimizer, saved)
             trainee.scheduler.load_state_dict(facts["schedule"])
             checkpoint.restore_random(saved)
             self.progress = Progress(**facts["progress"])
-            if (step := self.progress.step) > (last := self.job.plan.steps):
-                raise ConfigError(f"this run is at step {step} already; it cannot end at step {last}")
             keep = facts["records"]
             self.saved_at = self.progress.step, self.progress.evaluated
         else:
