@@ -16,7 +16,9 @@ import hashlib
 import math
 import os
 import signal
+import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from paceline.lm.batch import Batch
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -40,6 +42,7 @@ T = TypeVar("T")
 _STEP_TIMEOUT = timedelta(minutes=10)
 # Ranks wait this long while one prepares data or writes. A rank that dies is noticed immediately even so.
 _PATIENCE = timedelta(days=1)
+_PORT = "paceline-port"
 
 
 @final
@@ -315,10 +318,17 @@ def joined(*, how: str = "ddp", device: str = "auto") -> Iterator[Ranks]:
         return
     own = _device(device)
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
+    rank = int(os.environ["RANK"])
+    # Kept to the end: without torchrun this store is in the first rank, and others may not have read it.
+    kept, _, _ = next(rendezvous("env://", timeout=_STEP_TIMEOUT))
     on_gpu = own.type == "cuda"
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=_store(kept, rank, size),
+        rank=rank,
+        world_size=size,
         timeout=_STEP_TIMEOUT,
         device_id=own if on_gpu else None,
     )
@@ -328,7 +338,7 @@ def joined(*, how: str = "ddp", device: str = "auto") -> Iterator[Ranks]:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(own.type, (size,))
-    ranks = Ranks(rank=int(os.environ["RANK"]), size=size, device=own, mesh=mesh, host=host)
+    ranks = Ranks(rank=rank, size=size, device=own, mesh=mesh, host=host)
     try:
         yield ranks
         distributed.barrier(group=host)
@@ -339,6 +349,29 @@ def joined(*, how: str = "ddp", device: str = "auto") -> Iterator[Ranks]:
     # torchrun sends SIGTERM to all ranks as soon as one has failed.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     distributed.destroy_process_group()
+
+
+def _store(kept: "Store", rank: int, size: int) -> "Store":
+    """Return a store through which ranks find each other, opened by rank 0 for its lifetime."""
+    # torchrun's own store survives a restart of the ranks, with the addresses of dead processes in it. So
+    # only rank 0's port is read from it. If nobody answers there, it is an old one: wait for the new one.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host = os.environ["MASTER_ADDR"]
+    if rank == 0:
+        opened = TCPStore(host, 0, size, True, _STEP_TIMEOUT, wait_for_workers=False)
+        kept.set(_PORT, str(opened.port))
+        return opened
+    until = time.monotonic() + _STEP_TIMEOUT.total_seconds()
+    while True:
+        port = int(kept.get(_PORT))
+        try:
+            socket.create_connection((host, port), timeout=10).close()
+            return TCPStore(host, port, size, False, _STEP_TIMEOUT)
+        except OSError as error:
+            if time.monotonic() > until:
+                raise RuntimeError(f"rank 0 was not found at {host}, port {port}: {error}") from error
+            time.sleep(0.2)
 
 
 def _device(name: str) -> torch.device:
