@@ -168,13 +168,10 @@ SPECS = [
 ]
 AVERAGES = (
     "power:0.7",
-    "long=half_life:0.1",
-    "decay:0.9",
-    "polynomial:8",
+    "half_life:0.1",
     "bema:0.5",
     "ema",
     "short_ema",
-    "blend:0.5,power,0.7",
 )
 
 

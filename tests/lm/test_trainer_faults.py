@@ -83,7 +83,7 @@ def runs(room):
         length=16,
         dropout=0.1,
         method="adamw+push:every=2",
-        averages=("short=power:0.5",),
+        averages=("power:0.5",),
         telemetry_every=2,
         **common,
     )

@@ -65,13 +65,12 @@ class Run:
     warmup: Annotated[int, "Steps of linear warm-up; at most a tenth of the horizon."] = 50
     horizon: Annotated[
         int | None,
-        "Steps of the run that this one is a branch of. The warm-up, and settings of the method such as 16%, "
-        "are shares of them; none: the run's own.",
+        "Steps of the run that this one is a branch of. Warm-up, and some settings of methods, are shares of "
+        "them; none: the run's own.",
     ] = None
     averages: Annotated[
         tuple[str, ...],
-        "Averages to keep next to the optimizer, e.g. power:0.7, long=half_life:0.1, decay:0.999, "
-        "polynomial:8, bema; or part of one, the rest live: blend:0.5,half_life,0.1.",
+        "Averages to keep next to the optimizer, e.g. ema, power:0.7, half_life:0.1, bema.",
     ] = ()
     clip_norm: Annotated[
         float | None,

@@ -185,9 +185,7 @@ class _Running:
         else:
             self.ranks.of_first(lambda: changes.refuse_lost_checkpoints(self.folder))
             if self.run.fork is not None:
-                self.progress.step = build.fork(
-                    self.job, self.run.fork, self.folder, names.averages_of(self.run.averages)
-                )
+                self.progress.step = build.fork(self.job, self.run.fork, self.folder)
         before = None if found is None else saved["facts"]["tokenizer"]
         self.job.facts["tokenizer"] = self.ranks.of_first(lambda: self._keep_tokenizer(before))
         self.ranks.of_first(lambda: self._open(keep, anew=found is None))
