@@ -241,7 +241,7 @@ def dropout(ranks):
     for step in (0, 1, 0):
         ranks.reseed(7, step)
         mine = torch.rand(4)
-        everyone = ranks.together(lambda mine=mine: mine.tolist())
+        everyone = ranks.gathered(mine.tolist())
         assert len({tuple(numbers) for numbers in everyone}) == ranks.size
         assert drawn.setdefault(step, everyone) == everyone
     assert drawn[0] != drawn[1]
@@ -264,7 +264,7 @@ def save_that_fails_on_one_rank(ranks, folder):
     assert "Input/output error" in said, said
     assert not ranks.is_first or list(folder.iterdir()) == []
     path = checkpoint.save(folder, 1, state, {"value": 1}, ranks)  # the disk works again
-    ranks.together(lambda: None)
+    ranks.gathered(None)
     found = checkpoint.load(path)
     assert found["facts"] == {"value": 1}
     own = {name: whole(tensor) for name, tensor in checkpoint.named_tensors(trainee.model).items()}

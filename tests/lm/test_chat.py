@@ -362,7 +362,7 @@ def test_samples_by_hand(tmp_path):
     report = samples.report
     assert (report.conversations, report.samples, report.tokens, report.loss_tokens) == (3, 2, 23, 9)
     assert report.loss_tokens == samples.batch([0, 1]).target_count()
-    assert report.padding == pytest.approx(7 / 30)
+    assert report.places == 30
     assert len(samples) == 2 and samples.length == 15
     assert torch.equal(samples.batch(np.array([1, 0])).tokens, tokens.flip(0))
     with pytest.raises(IndexError, match="sample 0 or 2; allowed: 0 to 1"):

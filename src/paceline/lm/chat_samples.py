@@ -94,11 +94,6 @@ class ChatReport:
     loss_tokens: int
     """Tokens that are learned."""
 
-    @property
-    def padding(self) -> float:
-        """The share of places that hold no token."""
-        return 1 - self.tokens / self.places
-
 
 def prepare_chat(
     rows: Rows,

@@ -33,6 +33,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def stamp(path: Path) -> list[int]:
+    """Return what a file does not keep if its content changes: inode, size and times."""
+    status = path.stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
 def describe(paths: Iterable[Path]) -> dict[str, Any]:
     """Return the size and the sha256 of files, by name; `verify` compares files with it."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}

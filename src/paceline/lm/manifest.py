@@ -24,6 +24,7 @@ from paceline.lm.files import (
     plain_file,
     read_json,
     remove_temporary,
+    stamp,
     verify,
     write_atomically,
 )
@@ -89,10 +90,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any], tell: Tell, *, again:
         again: compare the content even if it was compared before.
     """
     files: Mapping[str, Any] = manifest["files"]
-    found: dict[str, list[int]] = {}
-    for name in files:
-        status = plain_file(folder, name).stat()
-        found[name] = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    found = {name: stamp(plain_file(folder, name)) for name in files}
     fact = json.dumps([_digest(manifest), found]).encode()
     with suppress(OSError, ValueError):
         if not again and plain_file(folder, _CHECKED).read_bytes() == fact:

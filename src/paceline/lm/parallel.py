@@ -152,23 +152,24 @@ class Ranks:
         """Run work on the first rank only; return its result, or raise its error, on all ranks."""
         if self.size == 1:
             return work()
-        said: list[Any] = [_tried(work) if self.is_first else None]
+        said: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                said[0] = work()
+            except Exception as error:
+                said[1] = _portable(error)
         torch.distributed.broadcast_object_list(said, src=0, group=self.host)
-        value, error = said[0]
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        if said[1] is not None:
+            raise said[1]
+        return said[0]  # type: ignore[no-any-return]
 
-    def together(self, work: Callable[[], T]) -> list[T]:
-        """Run work on all ranks and return all results. If it fails on one, all raise its error."""
+    def gathered(self, value: T) -> list[T]:
+        """Return the values of all ranks, when all have come here."""
         if self.size == 1:
-            return [work()]
+            return [value]
         said: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(said, _tried(work), group=self.host)
-        for rank, (_, error) in enumerate(said):
-            if error is not None:
-                raise _named(error, rank)
-        return [value for value, _ in said]
+        torch.distributed.all_gather_object(said, value, group=self.host)
+        return said
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a tensor; of a sharded one all of it, in host memory, and nothing on ranks but the first."""
@@ -216,13 +217,6 @@ class Ranks:
 ALONE = Ranks()
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        return None, _portable(error)
-
-
 def _portable(error: Exception) -> Exception:
     """Return a copy of an error that can be sent to another process."""
     if isinstance(error, OSError):
@@ -231,12 +225,6 @@ def _portable(error: Exception) -> Exception:
     if kind.__module__.startswith("paceline.") or kind in (ValueError, RuntimeError):
         return kind(str(error))
     return RuntimeError(f"{kind.__name__}: {error}")
-
-
-def _named(error: Exception, rank: int) -> Exception:
-    if isinstance(error, OSError):
-        return OSError(error.errno, f"on rank {rank}: {error.strerror}", error.filename)
-    return type(error)(f"on rank {rank}: {error}")
 
 
 # --- How a model is spread ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ from paceline.cache import cache_folder
 from paceline.lm.chat import ChatFormat, chat_rows, messages_of
 from paceline.lm.chat_samples import ChatSamples, prepare_chat
 from paceline.lm.documents import PARQUET, ROWS, TEXT, Files, cut, is_held_out, open_source
-from paceline.lm.files import Damaged, sha256_of, verify
+from paceline.lm.files import Damaged, sha256_of, stamp, verify
 from paceline.lm.manifest import MANIFEST, prepared, read_manifest
 from paceline.lm.python_corpus import Corpus, python_corpus
 from paceline.lm.shards import Tokens, open_tokens, prepare
@@ -30,6 +30,7 @@ from paceline.runs.config import ConfigError
 
 Tell = Callable[[str], None]
 HELD_OUT_SHARE = 0.05
+_Stamps = list[tuple[Path, list[int]]]
 _MISTAKES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
 
 
@@ -171,6 +172,7 @@ class _Source:
             self._source: Corpus | Any = python_corpus() if name == "python" else open_source(name)
         except (FileNotFoundError, ValueError) as error:  # no such file, or not one that can be read
             raise ConfigError(str(error)) from None
+        self._stamps = _stamps(self._source.files if isinstance(self._source, Files) else ())
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -189,6 +191,18 @@ class _Source:
             for piece in cut(document, size) if size else (document,):
                 if part == "all" or is_held_out(piece, HELD_OUT_SHARE) == (part == "held-out"):
                     yield piece
+        _check_unchanged(self._stamps)
+
+
+def _stamps(files: Iterable[Path]) -> _Stamps:
+    return [(path, stamp(path)) for path in files]
+
+
+def _check_unchanged(stamps: _Stamps) -> None:
+    """Raise ConfigError if files were written after these stamps: their hash would name other content."""
+    for path, known in stamps:
+        if stamp(path) != known:
+            raise ConfigError(f"{path} was changed while it was read; run the same command again")
 
 
 def _part_size(source: Any) -> int | None:
@@ -275,12 +289,12 @@ def held_out_chats(
 
 
 def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:
-    files = [Path(name).expanduser() for name in names]
-    about = {"files": [sha256_of(file) for file in files], "part": part}
+    stamps = _stamps(Path(name).expanduser() for name in names)  # before they are hashed
+    about = {"files": [sha256_of(file) for file, _ in stamps], "part": part}
     folder = cache_folder() / "chats" / _key(form.fingerprint, length, about)
     progress = _Progress(f"rendering conversations ({part})", tell)
     return prepare_chat(
-        _chat_rows(files, part),
+        _chat_rows(stamps, part),
         form,
         folder,
         source=about,
@@ -291,14 +305,15 @@ def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tel
     )
 
 
-def _chat_rows(files: list[Path], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _chat_rows(stamps: _Stamps, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of one part, split by the first question: one question never occurs in both parts."""
-    for where, row in chat_rows(*files):
+    for where, row in chat_rows(*(file for file, _ in stamps)):
         if part != "all":
             asked = next((m["content"] for m in messages_of(row, where) if m["role"] == "user"), "")
             if is_held_out(asked, HELD_OUT_SHARE) != (part == "held-out"):
                 continue
         yield where, row
+    _check_unchanged(stamps)
 
 
 class _Progress:

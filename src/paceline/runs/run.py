@@ -255,11 +255,11 @@ class _Running:
                 if progress.evaluated and wanted:
                     yield from self._save()
                 began = time.perf_counter()
-            number = max(self.ranks.together(asked))
+            number = max(self.ranks.gathered(asked()))
             if number or progress.step == plan.steps:
                 yield from self._save()
             # Whoever leaves first has all others signalled by torchrun: they leave together.
-            self.ranks.together(lambda: None)
+            self.ranks.gathered(None)
         if number:
             raise Interrupted(number, progress.step)
         own, beside = memory_of(self.run, self.job.trainee.optimizer)
