@@ -175,6 +175,9 @@ def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path
         raise FileExistsError(f"{folder} exists already; choose another folder")
     if not isinstance(module, GPT | Pretrained):
         raise TypeError(f"only a GPT or a Pretrained can be exported, not {type(module).__name__}")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     whole = to_transformers(module) if isinstance(module, GPT) else module.whole
     remove_temporary(folder.parent, folder.name)
     with new_folder(folder) as made, naming(folder):
