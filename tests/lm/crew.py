@@ -22,7 +22,7 @@ from paceline.lm.parallel import ALONE, joined
 
 # Rows that no number of ranks divides; the embedding is the last layer too.
 SHAPE = GPTShape(vocabulary=51, length=16, width=30, layers=2, heads=2)
-PLAN = Plan(steps=20, batch_size=5, micro_batch_size=2, seed=3, evaluate_every=5, clip_norm=0.5)
+PLAN = Plan(steps=10, batch_size=5, micro_batch_size=2, seed=3, evaluate_every=5, clip_norm=0.5)
 
 
 def free_port():
@@ -172,9 +172,8 @@ def parity():
         print(how, "float32, every third step updates", flush=True)
         compare(how, torch.float32, PLAN, every=3)
     few = Plan(steps=6, batch_size=1, micro_batch_size=1, seed=3, evaluate_every=3)
-    for how in ("ddp", "fsdp2"):
-        print(how, "a rank without samples", flush=True)
-        compare(how, torch.float64, few)
+    print("a rank without samples", flush=True)
+    compare("fsdp2", torch.float64, few)
 
 
 # --- What is agreed on ------------------------------------------------------------------------------
