@@ -73,7 +73,7 @@ clean:
 	rm -rf .venv demo-output build dist mutants .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(READY): $(DEMO)
-	$(INSTALL) ".[save,compare,theory,gguf,data,huggingface,optax,lightning,ray]" --group dev
+	$(INSTALL) ".[save,compare,theory,data,huggingface,optax,lightning,ray]" --group dev
 	touch $(READY)
 
 $(DEMO): pyproject.toml constraints.txt

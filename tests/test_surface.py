@@ -12,7 +12,7 @@ from paceline.runs import config
 SETTINGS = """
     task model data held-out held-out-samples tokenizer chat-template length batch-size micro-batch-size steps
     tokens epochs chinchilla method lr schedule warmup horizon averages clip-norm precision device compile
-    parallel shards activation-checkpointing dropout seed evaluate-every checkpoint-every keep keep-steps
+    parallel activation-checkpointing dropout seed evaluate-every checkpoint-every keep keep-steps
     skip-nonfinite telemetry-every fork
 """
 ENGINE = "out dry-run jobs engine ray-address cpus-per-run gpus-per-run stop-diverged keep-models"

@@ -291,7 +291,7 @@ def runs_in(room: Path) -> dict[str, Run]:
         dropout=0.1,
         steps=14,
         method="adamw+push:every=2,return_power=0.8",
-        averages=("short=power:0.5", "bema:0.5"),
+        averages=("power:0.5", "bema:0.5"),
         schedule="wsd",
         telemetry_every=4,
         **common,

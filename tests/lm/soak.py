@@ -98,7 +98,7 @@ def soak(steps: int, room: Path) -> dict[str, object]:
         length=16,
         batch_size=2,
         steps=steps,
-        averages=("short=power:0.5",),
+        averages=("power:0.5",),
         telemetry_every=50,
         evaluate_every=max(1, steps // 40),
         checkpoint_every=max(1, steps // 80),

@@ -187,33 +187,12 @@ def test_tokens_are_those_of_transformers_and_of_the_parts(template, messages, _
             assert not example.learned[len(asked) - 1] and example.learned[len(asked)]
 
 
-def test_marks_of_the_template_decide():
-    words = "message['content'] + '<|im_end|>'"
-    marked = SMOLLM2.replace(
-        f"{{{{'<|im_start|>' + message['role'] + '\n' + {words} + '\n'}}}}",
-        "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
-        f"{{% generation %}}{{{{ {words} }}}}{{% endgeneration %}}{{% else %}}{{{{ {words} }}}}{{% endif %}}"
-        "{{ '\n' }}",
-    )
-    assert marked != SMOLLM2
-    tokenizer = make_tokenizer(marked)
-    form = ChatFormat(tokenizer)
-    assert form.is_marked
-    for template, messages, expected in EXPECTED.values():
-        if template == SMOLLM2:
-            assert shown(form, tokenizer, messages) == expected
-    without_end = marked.replace(
-        f"{{{{ {words} }}}}{{% endgeneration", "{{ message['content'] }}{% endgeneration"
-    )
-    form = ChatFormat(tokenizer, without_end)
-    assert "·[A]·[ dog]·⏎" in shown(form, tokenizer, chat("What is it?", "A dog"))
-
-
 def test_a_template_can_be_given():
     tokenizer = make_tokenizer(None)
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         ChatFormat(tokenizer)
-    assert ChatFormat(tokenizer, GEMMA3).end_of_turn == "<end_of_turn>"
+    tokenizer.chat_template = GEMMA3
+    assert ChatFormat(tokenizer).end_of_turn == "<end_of_turn>"
 
 
 def test_a_token_that_joins_header_and_answer_is_not_learned():
@@ -271,7 +250,7 @@ def test_a_template_that_cannot_be_used(template, message):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("PACELINE_SMOLLM2" not in os.environ, reason="PACELINE_SMOLLM2 names no GGUF file")
+@pytest.mark.skipif("PACELINE_SMOLLM2" not in os.environ, reason="PACELINE_SMOLLM2 names no folder")
 def test_smollm2_itself():
     _, tokenizer = load_pretrained(os.environ["PACELINE_SMOLLM2"])
     assert tokenizer.chat_template == SMOLLM2
@@ -356,8 +335,7 @@ def rows_of(*conversations):
 
 def test_samples_by_hand(tmp_path):
     """Three conversations in two samples of 12: the third fits behind the first."""
-    tokenizer = make_tokenizer(SMOLLM2)
-    template = (
+    tokenizer = make_tokenizer(
         "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
     )
@@ -366,7 +344,7 @@ def test_samples_by_hand(tmp_path):
         chat("And that?", "A dog"),  # <s> And  that ? <e> <s> [A] [ dog] [<e>]
         chat("What", "A"),  # <s> What <e> <s> [A] [<e>]
     )
-    samples = prepare_chat(rows, ChatFormat(tokenizer, template), tmp_path / "out", source={}, length=15)
+    samples = prepare_chat(rows, ChatFormat(tokenizer), tmp_path / "out", source={}, length=15)
     tokens, targets, positions = samples.batch([0, 1])
     s, e = "<|im_start|>", "<|im_end|>"
 
@@ -384,7 +362,7 @@ def test_samples_by_hand(tmp_path):
     report = samples.report
     assert (report.conversations, report.samples, report.tokens, report.loss_tokens) == (3, 2, 23, 9)
     assert report.loss_tokens == samples.batch([0, 1]).target_count()
-    assert report.padding == pytest.approx(7 / 30)
+    assert report.places == 30
     assert len(samples) == 2 and samples.length == 15
     assert torch.equal(samples.batch(np.array([1, 0])).tokens, tokens.flip(0))
     with pytest.raises(IndexError, match="sample 0 or 2; allowed: 0 to 1"):
@@ -561,11 +539,11 @@ def refused(folder, message):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "samples.bin"])
-def test_every_flipped_bit_is_found(tmp_path, tokenizer, name):
+def test_a_flipped_bit_is_found(tmp_path, tokenizer, name):
     prepared(tmp_path, tokenizer)
     folder = tmp_path / "out"
     whole = (folder / name).read_bytes()
-    for place in range(0, len(whole), 7):
+    for place in range(0, len(whole), len(whole) // 60):
         (folder / "checked").unlink(missing_ok=True)
         flip(folder / name, place)
         refused(folder, f"{folder}/{name}|samples.bin is missing")

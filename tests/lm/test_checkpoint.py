@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -169,13 +168,10 @@ SPECS = [
 ]
 AVERAGES = (
     "power:0.7",
-    "long=half_life:0.1",
-    "decay:0.9",
-    "polynomial:8",
+    "half_life:0.1",
     "bema:0.5",
     "ema",
     "short_ema",
-    "blend:0.5,power,0.7",
 )
 
 
@@ -277,21 +273,20 @@ def steps_in(root):
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "others", "up_to", "left"),
+    ("keep", "others", "up_to", "left"),
     [
-        (1, None, (), 9, [9]),
-        (2, None, (), 9, [7, 9]),
-        (2, 3, (), 9, [3, 7, 9]),
-        (2, 9, (), 9, [7, 9]),
-        (1, 5, (1, 4), 9, [1, 5, 9]),
-        (9, None, (), 9, [1, 3, 5, 7, 9]),
-        (1, None, (), 5, [5, 7, 9]),
+        (1, (), 9, [9]),
+        (2, (), 9, [7, 9]),
+        (2, (3, 9), 9, [3, 7, 9]),
+        (0, (1, 4), 9, [1]),
+        (9, (), 9, [1, 3, 5, 7, 9]),
+        (1, (), 5, [5, 7, 9]),
     ],
 )
-def test_the_newest_the_best_and_those_that_are_named_are_kept(tmp_path, keep, best, others, up_to, left):
+def test_the_newest_and_those_that_are_named_are_kept(tmp_path, keep, others, up_to, left):
     for step in (1, 3, 5, 7, 9):
         saved(tmp_path, step=step)
-    checkpoint.prune(tmp_path, up_to=up_to, keep=keep, best=best, others=others)
+    checkpoint.prune(tmp_path, up_to=up_to, keep=keep, others=others)
     assert steps_in(tmp_path) == left
     assert len(list(tmp_path.iterdir())) == len(left)
 
@@ -315,10 +310,16 @@ def test_the_newest_that_is_whole_is_found_and_the_damaged_are_named(tmp_path):
 def test_what_is_no_checkpoint_is_not_looked_at(tmp_path):
     assert checkpoint.newest(tmp_path / "nothing") == (None, [])
     real = saved(tmp_path, step=5)
-    (tmp_path / "step-00000009").symlink_to(real)
     shutil.copytree(real, tmp_path / ".tmp-abc")
     shutil.copytree(real, tmp_path / "step-00000007-old")
     assert steps_in(tmp_path) == [5]
+
+
+def test_a_link_to_a_checkpoint_is_named_and_not_read(tmp_path):
+    real = saved(tmp_path, step=5)
+    (tmp_path / "step-00000009").symlink_to(real)
+    found, (problem,) = checkpoint.newest(tmp_path)
+    assert found == real and "step-00000009 is damaged: it is a link" in problem
 
 
 def test_a_step_saved_again_takes_the_place_of_the_first(tmp_path):
@@ -421,16 +422,3 @@ def test_a_step_of_more_digits_sorts_by_number(tmp_path):
     for step in (99_999_999, 100_000_000):
         saved(tmp_path, step=step)
     assert steps_in(tmp_path) == [99_999_999, 100_000_000]
-
-
-def test_no_room_says_how_much_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_write_tensors", partial(fails, 28))
-    with pytest.raises(
-        OSError, match=r"no room for a checkpoint of 4,000 bytes \([\d,]+ are free\); earlier"
-    ):
-        saved(tmp_path, live={"w": torch.ones(1000)})
-    assert list(tmp_path.iterdir()) == []
-
-
-def fails(number, *args):
-    raise OSError(number, "No space left on device")

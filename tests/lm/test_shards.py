@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 from itertools import count
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from paceline.lm import files, shards
-from paceline.lm.files import Damaged, locked
+from paceline.lm.files import Damaged
 from paceline.lm.manifest import write_manifest
 from paceline.lm.shards import Windows, open_tokens, prepare
 
@@ -51,7 +53,7 @@ def small_batches(monkeypatch):
 
 
 def prepared(folder, documents=DOCUMENTS, vocabulary=None, **settings):
-    settings = {"source": SOURCE, "shard_tokens": 500, "save_tokens": 150} | settings
+    settings = {"source": SOURCE, "shard_tokens": 500} | settings
     return prepare(documents, vocabulary or Letters(), folder, **settings)
 
 
@@ -77,10 +79,10 @@ def test_shards_hold_every_document_and_its_end(tmp_path, size, dtype, item):
     assert tokens == open_tokens(tmp_path, verify=True)
 
 
-def test_sizes_of_batches_and_saves_leave_no_trace(tmp_path, monkeypatch):
+def test_the_size_of_batches_leaves_no_trace(tmp_path, monkeypatch):
     prepared(tmp_path / "one")
     monkeypatch.setattr(shards, "_BATCH", 10**6)
-    prepared(tmp_path / "two", save_tokens=1)
+    prepared(tmp_path / "two")
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
@@ -126,10 +128,9 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
         prepared(tmp_path, vocabulary=Wrong())
 
 
-@pytest.mark.parametrize("setting", ["shard_tokens", "save_tokens"])
-def test_sizes_must_be_positive(tmp_path, setting):
-    with pytest.raises(ValueError, match=f"{setting}=0"):
-        prepared(tmp_path, **{setting: 0})
+def test_the_size_of_a_shard_must_be_positive(tmp_path):
+    with pytest.raises(ValueError, match="shard_tokens=0"):
+        prepared(tmp_path, shard_tokens=0)
 
 
 # --- Going on -------------------------------------------------------------------------------------
@@ -142,34 +143,6 @@ def test_finished_work_is_not_done_again(tmp_path):
     assert contents(tmp_path) == before
 
 
-class Interrupted(Exception):
-    pass
-
-
-def interrupted(number):
-    """The documents, and a failure before one of them."""
-    yield from DOCUMENTS[:number]
-    raise Interrupted
-
-
-@pytest.mark.parametrize("number", [1, 17, 40, 59])
-def test_a_second_call_tokenizes_only_what_was_not_saved(tmp_path, number):
-    prepared(tmp_path / "whole")
-    with pytest.raises(Interrupted):
-        prepared(tmp_path / "a", interrupted(number))
-    saved = tmp_path / "a/progress.json"
-    done = json.loads(saved.read_text())["documents"] if saved.exists() else 0
-    assert done <= number and (done > 0) == (number > 1)
-    if done:
-        with pytest.raises(FileNotFoundError, match="preparation was not finished; run it again"):
-            open_tokens(tmp_path / "a")
-    vocabulary = Letters()
-    prepared(tmp_path / "a", vocabulary=vocabulary)
-    assert vocabulary.seen == DOCUMENTS[done:]
-    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -181,39 +154,42 @@ def test_a_second_call_tokenizes_only_what_was_not_saved(tmp_path, number):
         ({"shard_tokens": 400}, "shard_tokens 500 → 400"),
     ],
 )
-def test_work_on_other_data_is_refused_and_left_alone(tmp_path, finished, change, words):
-    if finished:
-        prepared(tmp_path)
-    else:
-        with pytest.raises(Interrupted):
-            prepared(tmp_path, interrupted(40))
+def test_a_folder_of_other_data_is_refused_and_left_alone(tmp_path, change, words):
+    prepared(tmp_path)
     before = contents(tmp_path)
     with pytest.raises(ValueError, match=f"was prepared from something else; .*{words}"):
         prepared(tmp_path, **change)
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["tokens-00000.bin", "tokens-00001.bin", "progress.json"])
-def test_what_was_saved_is_checked_before_it_is_gone_on_from(tmp_path, name):
-    prepared(tmp_path / "whole")
-    with pytest.raises(Interrupted):
-        prepared(tmp_path / "a", interrupted(40))
-    flip(tmp_path / "a" / name, 77)
-    with pytest.raises(Damaged, match=name):
-        prepared(tmp_path / "a")
-    (tmp_path / "a" / "progress.json").unlink()
-    prepared(tmp_path / "a")
-    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
-
-
-def test_the_second_of_two_preparers_refuses(tmp_path):
-    with locked(tmp_path), pytest.raises(RuntimeError, match=f"at work in {tmp_path}"):
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(FileNotFoundError, match=r"holds no prepared tokens: no manifest\.json"):
         prepared(tmp_path)
-    prepared(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_full_disk_is_reported_with_the_file_and_can_be_gone_on_from(tmp_path, monkeypatch):
-    prepared(tmp_path / "whole")
+def test_the_second_of_two_preparers_waits(tmp_path):
+    told, ended = [], []
+
+    def documents():
+        """While the first reads, the second comes."""
+        other.start()
+        while not told:
+            time.sleep(0.01)
+        yield from DOCUMENTS
+
+    def second():
+        ended.append(prepared(tmp_path / "a", iter(()), tell=told.append))
+
+    other = threading.Thread(target=second)
+    first = prepared(tmp_path / "a", documents())
+    other.join(20)
+    assert ended == [first] and told == ["another process prepares the same data; waiting for it"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_full_disk_is_reported_with_the_file_and_leaves_nothing(tmp_path, monkeypatch):
     real, calls = Path.open, count()
 
     def full(path, mode="r"):
@@ -225,8 +201,8 @@ def test_a_full_disk_is_reported_with_the_file_and_can_be_gone_on_from(tmp_path,
         patch.setattr(Path, "open", full)
         with pytest.raises(OSError, match=r"No space left on device: '.*tokens-0000\d\.bin'"):
             prepared(tmp_path / "a")
-    prepared(tmp_path / "a")
-    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
+    assert not list(tmp_path.iterdir())
+    assert prepared(tmp_path / "a").count == len(TOKENS)
 
 
 # --- Kills ----------------------------------------------------------------------------------------
@@ -235,49 +211,34 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["paceline.lm.shards", "pytest"])
 
 
-def prepare_here(folder, documents):
-    shards._BATCH = 1  # in a process of its own: every document is written when it comes
-    prepare(documents, Letters(), folder, source=SOURCE, shard_tokens=300, save_tokens=200)
-
-
 def killed_at(folder, point):
     """Prepare in a process that kills itself when it touches the folder for the point-th time."""
     touched = count()
-    touches = ("open", "os.rename", "os.remove", "os.truncate")
+    touches = ("open", "os.rename", "os.remove", "os.mkdir")
 
     def hook(event, arguments):
         if event in touches and str(folder) in str(arguments[0]) and next(touched) == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    prepare_here(folder, DOCUMENTS[:12])
-
-
-def whole_and_resumed(tmp_path, folder, vocabulary=None):
-    """What an undisturbed preparation leaves, and what going on in the folder does."""
-    settings = {"shard_tokens": 300, "save_tokens": 10**6}
-    prepared(tmp_path / "whole", DOCUMENTS[:12], **settings)
-    prepared(folder, DOCUMENTS[:12], vocabulary, **settings)
-    return contents(tmp_path / "whole"), contents(folder)
+    shards._BATCH = 1  # in a process of its own: every document is written when it comes
+    prepared(folder / "a", DOCUMENTS[:6], shard_tokens=150)
 
 
 def test_killed_at_every_touch_of_the_disk(tmp_path):
-    redone = []
-    for point in count():
-        child = PROCESSES.Process(target=killed_at, args=(tmp_path / str(point), point))
+    whole = prepared(tmp_path / "whole", DOCUMENTS[:6], shard_tokens=150)
+    for point in count(0, 2):
+        folder = tmp_path / str(point)
+        child = PROCESSES.Process(target=killed_at, args=(folder, point))
         child.start()
         child.join()
-        vocabulary = Letters()
-        whole, resumed = whole_and_resumed(tmp_path, tmp_path / str(point), vocabulary)
-        assert resumed == whole, f"after a kill at touch {point}"
-        redone.append(len(vocabulary.seen))
+        again = prepared(folder / "a", DOCUMENTS[:6], shard_tokens=150)
+        assert contents(again.folder) == contents(whole.folder), f"after a kill at touch {point}"
+        assert not list(folder.glob(".tmp-*")), "something is left of it"
         if child.exitcode == 0:
             break
         assert child.exitcode == -signal.SIGKILL
-    assert point > 30  # 12 documents, 2 shards, 2 saves, the manifest
-    # The later the kill, the less is left to do: no save ever takes back an earlier one.
-    assert redone == sorted(redone, reverse=True) and redone[0] == 12 and redone[-1] == 0
-    assert len(set(redone)) >= 4
+    assert point > 15  # the lock, a folder, 6 documents, 2 shards, the manifest, their sync
 
 
 # --- Opening --------------------------------------------------------------------------------------
@@ -287,7 +248,7 @@ def test_killed_at_every_touch_of_the_disk(tmp_path):
 def folder(tmp_path):
     """Tokens beside a file that nobody may read."""
     (tmp_path / "secret.bin").write_bytes(bytes(1000))
-    prepared(tmp_path / "tokens", save_tokens=10**6)
+    prepared(tmp_path / "tokens")
     return tmp_path / "tokens"
 
 
@@ -314,17 +275,17 @@ def test_a_missing_folder(tmp_path):
     refused(tmp_path / "no", f"{tmp_path}/no holds no prepared tokens: no manifest", FileNotFoundError)
 
 
-def test_every_flipped_bit_is_found(folder):
+def test_a_flipped_bit_is_found(folder):
     """Before the first opening, in any byte of the manifest and of a file, and in the one that says so."""
     for path in (folder / "manifest.json", folder / "tokens-00000.bin", folder / "tokens-00004.bin"):
         whole = path.read_bytes()
-        for place in range(len(whole)):
+        for place in range(0, len(whole), 9):  # bits 0, 1, 2, …
             (folder / "checked").unlink(missing_ok=True)
             flip(path, place, 1 << place % 8)
             refused(folder, f"{folder}/({path.name}|.*{path.name} is missing)", Damaged)
             path.write_bytes(whole)
     open_tokens(folder)
-    for place in range((folder / "checked").stat().st_size):
+    for place in range(0, (folder / "checked").stat().st_size, 9):
         flip(folder / "checked", place)
         assert open_tokens(folder).count == len(TOKENS)
 
@@ -358,7 +319,7 @@ def test_a_folder_that_cannot_be_written_is_checked_each_time(folder, monkeypatc
 
 @pytest.mark.parametrize("name", ["tokens-00001.bin", "manifest.json"])
 def test_a_damaged_cache_is_named_and_prepared_again(folder, tmp_path, name):
-    prepared(tmp_path / "whole", save_tokens=10**6)
+    prepared(tmp_path / "whole")
     flip(folder / name, 77)
     before = contents(folder)
     with pytest.raises(Damaged, match=f"{name} is not what was written|{name}, line"):
@@ -387,14 +348,6 @@ def test_nothing_outside_of_the_folder_is_read(folder, name):
     data = (folder / "../secret.bin").read_bytes()
     change(folder, files={name: {"bytes": 1000, "sha256": hashlib.sha256(data).hexdigest()}}, tokens=500)
     refused(folder, "not the name of a file|not a regular file")
-
-
-def test_a_shard_behind_a_link_is_not_written(tmp_path):
-    (tmp_path / "outside").write_bytes(b"kept")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/tokens-00000.bin").symlink_to(tmp_path / "outside")
-    prepared(tmp_path / "a")
-    assert (tmp_path / "outside").read_bytes() == b"kept"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", "[" * 100_000, "{}", '{"format": 1}', "9" * 5000])

@@ -6,7 +6,6 @@ import json
 import lzma
 import random
 import sys
-from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -219,57 +218,6 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "a.txt.zst").write_bytes(b"x")
     with pytest.raises(ImportError, match=r"reading \.zst needs pyarrow: pip install pyarrow"):
         documents(tmp_path / "a.txt.zst")
-
-
-# --- The hub --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A hub of one dataset, and what it was asked for."""
-    asked = []
-
-    class Api:
-        def dataset_info(self, name, revision):
-            asked.append((name, revision))
-            return SimpleNamespace(sha="c0ffee")
-
-    def load_dataset(name, config, **settings):
-        asked.append((name, config, settings))
-        return iter([{"text": "one"}, {"text": " "}, {"text": "two"}, {"body": "no text"}])
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Api))
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    return asked
-
-
-@pytest.mark.parametrize(
-    "where, name, config, revision",
-    [
-        ("hf:owner/name", "owner/name", None, None),
-        ("hf:name", "name", None, None),
-        ("hf:owner/na.me-x/con_fig", "owner/na.me-x", "con_fig", None),
-        ("hf:owner/name/config@v1", "owner/name", "config", "v1"),
-    ],
-)
-def test_a_dataset_of_the_hub_is_streamed_at_one_commit(hub, where, name, config, revision):
-    source = open_source(where)
-    found = source.documents()
-    assert [next(found), next(found)] == ["one", "two"]
-    with pytest.raises(ValueError, match=f"hf:{name}, row 4: no field 'text'; it has body"):
-        next(found)
-    assert hub == [
-        (name, revision),
-        (name, config, {"split": "train", "streaming": True, "revision": "c0ffee"}),
-    ]
-    assert source.describe() == {"hub": name, "config": config, "revision": "c0ffee"}
-
-
-@pytest.mark.parametrize("where", ["hf:", "hf:a/b/c/d", "hf:../x", "hf:a//b", "hf:/etc", "hf:a b"])
-def test_a_wrong_name_never_reaches_the_hub(hub, where):
-    with pytest.raises(ValueError, match="Invalid dataset"):
-        open_source(where)
-    assert hub == []
 
 
 # --- Splitting ------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def save_twice(folder, which):
             die_inside_a_save(which)
         state = {"live": {"w": torch.full((3,), value)}, "optimizer": {}, "state": {}}
         checkpoint.save(root, 4, state, {"value": value})
-        checkpoint.prune(root, up_to=4, keep=1, best=None)
+        checkpoint.prune(root, up_to=4, keep=1)
 
 
 def words_of(run, folder):

@@ -1,4 +1,4 @@
-"""A branch of a run at a constant rate is the whole run, to the bit; and a run that is made longer."""
+"""A branch of a run at a constant rate is the whole run, to the bit."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 from tiny import write_text
 
 from paceline.lm import checkpoint
-from paceline.runs.config import ConfigError, Run
+from paceline.runs.config import Run
 from paceline.runs.run import execute
 
 pytestmark = pytest.mark.slow
@@ -74,13 +74,3 @@ def test_a_branch_of_a_long_run(room, tmp_path):
     whole = replace(trunk, steps=520, horizon=550, schedule="wsd", keep_steps=())
     branch = replace(whole, fork="trunk@416")
     assert same(bits_of(whole, tmp_path / "whole"), bits_of(branch, tmp_path / "branch"))
-
-
-def test_a_run_made_longer_keeps_its_horizon(room, tmp_path):
-    """Stopped after 30 steps, planned for them or not, it is the run of 60 steps with a horizon of 30."""
-    short = trunk_of(room, "adamw/bema", 30)
-    list(execute(short, tmp_path / "run", print))
-    longer = bits_of(replace(short, steps=60), tmp_path / "run")
-    assert same(longer, bits_of(replace(short, steps=60, horizon=30), tmp_path / "whole"))
-    with pytest.raises(ConfigError, match="horizon: 30 → 60"):
-        list(execute(replace(short, steps=60, horizon=60), tmp_path / "run", print))

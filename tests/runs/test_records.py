@@ -87,7 +87,7 @@ def test_a_run_that_has_ended_has_all_its_records(path, change):
 
 
 def test_a_clock_that_goes_back_makes_no_time_that_does(monkeypatch):
-    clock = records.Clock(tokens=1, operations=1.0, peak=None)
+    clock = records.Clock(1)
     first = clock.now()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert first <= clock.now() <= first + 60

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lm.documents import read_rows
+from paceline.lm.documents import PARQUET, read_parquet, read_rows
 from paceline.lm.vocabulary import plain_copy, size_of
 
 ROLES = ("system", "user", "assistant")
@@ -32,10 +32,11 @@ Message = dict[str, str]
 
 
 def chat_rows(*paths: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of JSON lines files, compressed or not, each with its place for error messages."""
+    """Yield the rows of JSON lines and parquet files, each with its place for error messages."""
     for path in paths:
-        for number, row in read_rows(path):
-            yield f"{path}, line {number}", row
+        is_parquet = path.name.lower().endswith(PARQUET)
+        for number, row in read_parquet(path, "messages") if is_parquet else read_rows(path):
+            yield f"{path}, {'row' if is_parquet else 'line'} {number}", row
 
 
 def messages_of(row: Mapping[str, Any], where: str) -> list[Message]:
@@ -80,7 +81,6 @@ class Example(NamedTuple):
     merged: int  # tokens that are the assistant's only in part, and are not learned
 
 
-_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = [
     {"role": "user", "content": "First question"},
     {"role": "assistant", "content": "First answer"},
@@ -93,22 +93,19 @@ _PROBE = [
 class ChatFormat:
     """A tokenizer with its chat template: renders conversations, and finds the assistant's tokens.
 
-    These are the words of each answer and the token that ends its turn, without the header of the turn. If
-    the template marks them by {% generation %}, its marks are used. If not, an answer begins where the
-    generation prompt ends, and ends with the next special token that ends a turn.
+    These are the words of each answer and the token that ends its turn, without the header of the turn. An
+    answer begins where the generation prompt ends, and ends with the next special token that ends a turn.
 
     Arguments:
         tokenizer: one of transformers, backed by the tokenizers library.
-        template: Jinja text in place of the tokenizer's own chat template.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} is not backed by the tokenizers library")
-        if template is None and not tokenizer.chat_template:
+        if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; give one, or take the model's chat version")
-        self.template: str = template or tokenizer.get_chat_template()
-        self.is_marked = _MARK.search(self.template) is not None
+        self.template: str = tokenizer.get_chat_template()
         self._named: dict[str, Any] = tokenizer.special_tokens_map
         specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.control = re.compile("|".join(map(re.escape, specials)) or "(?!)")
@@ -118,7 +115,7 @@ class ChatFormat:
         self.fingerprint = hashlib.sha256(
             json.dumps([self.template, described, self._named]).encode()
         ).hexdigest()
-        written = self._write(_PROBE)[0].rstrip()
+        written = self._write(_PROBE).rstrip()
         self.end_of_turn = max((s for s in specials if written.endswith(s)), key=len, default="")
         self._check_probe()
 
@@ -127,17 +124,17 @@ class ChatFormat:
         words = [text[start:end] for start, end in spans]
         learned = "".join(words)
         ok = "question" not in learned and "First answer" in learned and "Second answer" in learned
-        if not self.is_marked and self._write(_PROBE[:1]) == self._write(_PROBE[:1], asks=True):
+        if self._write(_PROBE[:1]) == self._write(_PROBE[:1], asks=True):
             # Without a generation prompt, a header would count as the assistant's words.
             ok = ok and words[0].strip().startswith("First answer")
         if not ok:
             raise ValueError(
                 "the assistant's words cannot be found with this chat template: in a test conversation it "
-                f"marks {words}; use one with a generation prompt, or with {{% generation %}} around them"
+                f"marks {words}; use one with a generation prompt"
             )
 
-    def _write(self, messages: list[Message], *, asks: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """Return the conversation as text, and the spans that the template marks."""
+    def _write(self, messages: list[Message], *, asks: bool = False) -> str:
+        """Return the conversation as text."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -145,23 +142,19 @@ class ChatFormat:
             written: Any = render_jinja_template(
                 conversations=[messages],
                 chat_template=self.template,
-                return_assistant_tokens_mask=self.is_marked,
                 add_generation_prompt=asks,
                 **self._named,
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template fails: {error}") from error
-        texts, marks = written
-        return texts[0], marks[0] if self.is_marked else []
+        return str(written[0][0])
 
     def render(self, messages: list[Message]) -> Rendered:
         """Return the text of a conversation, with the assistant's spans."""
-        text, spans = self._write(messages)
+        text = self._write(messages)
         text.encode()  # raises for half of a character, as JSON can write it: "\\ud800"
-        if not self.is_marked:
-            answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-            spans = [self._span(text, messages, number) for number in answers]
-        return Rendered(text, spans)
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        return Rendered(text, [self._span(text, messages, number) for number in answers])
 
     def _span(self, text: str, messages: list[Message], number: int) -> tuple[int, int]:
         start = self._beginning(text, messages[:number], asks=True)
@@ -175,12 +168,11 @@ class ChatFormat:
 
     def _beginning(self, text: str, messages: list[Message], *, asks: bool = False) -> int:
         """Return how many characters of a text its first messages take."""
-        written, _ = self._write(messages, asks=asks)
+        written = self._write(messages, asks=asks)
         if not text.startswith(written):
             raise ValueError(
                 "the assistant's words cannot be found: the chat template writes the first "
-                f"{len(messages)} messages alone differently than in the whole conversation; use one that "
-                "marks the words by {% generation %}"
+                f"{len(messages)} messages alone differently than in the whole conversation"
             )
         return len(written)
 

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
@@ -22,20 +23,12 @@ from numpy.typing import NDArray
 
 from paceline.lm.batch import IGNORED, Batch, Numbers
 from paceline.lm.chat import ChatFormat, Rendered, messages_of
-from paceline.lm.files import Damaged, check_fields, describe, naming, new_folder
-from paceline.lm.manifest import (
-    MANIFEST,
-    Tell,
-    check_files,
-    read_manifest,
-    refuse_other,
-    silent,
-    unless_damaged,
-    write_manifest,
-)
+from paceline.lm.files import Damaged, check_fields, naming
+from paceline.lm.manifest import MANIFEST, Tell, check_files, prepared, read_manifest, refuse_other, silent
 
 _SAMPLES = "samples.bin"
 _FIELDS = {"length": int, "vocabulary": int, "report": dict}
+_ANY: Mapping[str, Any] = {}
 _BATCH = 512  # conversations tokenized in one call: enough for all cores
 _INT32 = np.dtype("<i4")
 
@@ -101,11 +94,6 @@ class ChatReport:
     loss_tokens: int
     """Tokens that are learned."""
 
-    @property
-    def padding(self) -> float:
-        """The share of places that hold no token."""
-        return 1 - self.tokens / self.places
-
 
 def prepare_chat(
     rows: Rows,
@@ -136,19 +124,14 @@ def prepare_chat(
     if length < 2:
         raise ValueError(f"Invalid length of a sample: {length!r}; allowed: 2 or more")
     settings = {"length": length, "chat_format": form.fingerprint, "source": json.loads(json.dumps(source))}
-    folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        samples = unless_damaged(lambda: open_chat(folder, tell=tell), tell, is_cache=is_cache)
-        if samples is not None:
-            refuse_other(settings, samples.manifest, folder)
-            return samples
-    with new_folder(folder) as made:
-        path = made / _SAMPLES
-        with naming(path):
-            report = _write_samples(rows, form, path, length, progress)
-        content = {**settings, "vocabulary": form.vocabulary, "report": asdict(report)}
-        write_manifest(made / MANIFEST, {**content, "files": describe([path])})
-    return open_chat(folder, tell=tell)
+
+    def fill(made: Path) -> dict[str, Any]:
+        with naming(made / _SAMPLES):
+            report = _write_samples(rows, form, made / _SAMPLES, length, progress)
+        return {**settings, "vocabulary": form.vocabulary, "report": asdict(report)}
+
+    opened = partial(open_chat, folder, tell=tell, settings=settings)
+    return prepared(Path(folder).absolute(), opened, fill, tell=tell, is_cache=is_cache)
 
 
 def _write_samples(
@@ -239,13 +222,16 @@ class ChatSamples:
         return Batch(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (tokens, targets, positions)))
 
 
-def open_chat(folder: Path, *, tell: Tell = silent, verify: bool = False) -> ChatSamples:
+def open_chat(
+    folder: Path, *, tell: Tell = silent, verify: bool = False, settings: Mapping[str, Any] = _ANY
+) -> ChatSamples:
     """Open prepared conversations, after a check of their manifest and, at the first opening, their content.
 
     Arguments:
         folder: what `prepare_chat` wrote.
         tell: called with a line before a check that takes long.
         verify: check the content even if it was checked before.
+        settings: fields of the manifest; a folder with others is refused.
     """
     folder = Path(folder).absolute()
     path = folder / MANIFEST
@@ -253,6 +239,7 @@ def open_chat(folder: Path, *, tell: Tell = silent, verify: bool = False) -> Cha
     check_fields(path, manifest["report"], {field.name: int for field in fields(ChatReport)})
     if manifest["files"].keys() != {_SAMPLES} or len(manifest["report"]) != len(fields(ChatReport)):
         raise Damaged(f"{path} is not a manifest of conversations")
+    refuse_other(settings, manifest, folder)
     check_files(folder, manifest, tell, again=verify)
     size = (folder / _SAMPLES).stat().st_size
     needed = 3 * manifest["report"]["samples"] * manifest["length"] * _INT32.itemsize

@@ -10,21 +10,13 @@ A checkpoint is a folder `step-00000100`:
     state.json              everything that is not a tensor: groups, schedule, step, losses, config
     manifest.json           sizes and sha256 of the files above; written last
 
-If the weights are sharded over several ranks, each rank writes its own shards. Then these files replace
-the three files of tensors:
-
-.. code-block:: text
-
-    shard-00001-….safetensors   the shards of rank 0: live.NAME, optimizer.NAME.average, …
-
-torch.distributed.checkpoint writes and reads them, in its format of safetensors. A run can resume from
-either kind on any number of ranks, sharded or not.
+The first rank writes it, also of weights that are sharded: a run can resume on any number of ranks, sharded
+or not.
 
 A checkpoint is written under a temporary name and renamed when it is complete. So a folder of the final
 name is complete; the manifest shows later damage to the disk. No file is a pickle.
 """
 
-import errno
 import json
 import re
 import shutil
@@ -38,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.lm import sharded
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import (
     TEMPORARY,
@@ -52,13 +43,12 @@ from paceline.lm.files import (
     verify,
 )
 from paceline.lm.manifest import MANIFEST, read_manifest, sealed
-from paceline.lm.packed import pack, paths, unpack
-from paceline.lm.parallel import ALONE, Ranks, cut_like, is_sharded, local
+from paceline.lm.packed import pack, unpack
+from paceline.lm.parallel import ALONE, Ranks, cut_like
 
 _PARTS = ("live", "optimizer", "state")
 _STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_SHARD = re.compile(r"shard-\d+-[\w-]+\.safetensors")
 
 
 # --- The state of a run -----------------------------------------------------------------------------
@@ -78,9 +68,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def collect(model: nn.Module, optimizer: Optimizer, ranks: Ranks = ALONE) -> dict[str, Any]:
     """Return the tensors of a run by name, and the states of its random generators.
 
-    The result can be saved, or given to `restore`. The parameters must hold live weights. Of several ranks'
-    generators only the first rank's are saved: they matter only if a single process resumes (see
-    `Ranks.reseed`).
+    The result can be saved, or given to `restore`. The parameters must hold live weights. All ranks must call
+    it, and the first one gets the whole. Of several ranks' generators only the first rank's are saved: they
+    matter only if a single process resumes (see `Ranks.reseed`).
     """
     names = _names(model, optimizer)
     saved = optimizer.state_dict()
@@ -90,10 +80,16 @@ def collect(model: nn.Module, optimizer: Optimizer, ranks: Ranks = ALONE) -> dic
         # Not the devices of other ranks: asking them takes memory there.
         cuda = torch.cuda.get_rng_state_all() if ranks.size == 1 else [torch.cuda.get_rng_state()]
     return {
-        "live": {name: tensor.detach() for name, tensor in named_tensors(model).items()},
-        "optimizer": entries,
+        "live": {name: ranks.whole(tensor.detach()) for name, tensor in named_tensors(model).items()},
+        "optimizer": _whole(entries, ranks),
         "state": {"groups": saved["param_groups"], "random": {"cpu": torch.get_rng_state(), "cuda": cuda}},
     }
+
+
+def _whole(value: Any, ranks: Ranks) -> Any:
+    if isinstance(value, dict):
+        return {name: _whole(part, ranks) for name, part in value.items()}
+    return ranks.whole(value) if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()
@@ -146,30 +142,18 @@ def save(
 ) -> Path:
     """Write a checkpoint of a step, and return its folder.
 
-    `facts` are plain values, which `load` returns. All ranks must call it, and if one fails, all raise its
-    error. Without shards only the first rank writes.
+    `facts` are plain values, which `load` returns. All ranks must call it. The first one writes, and if that
+    fails, all raise its error.
     """
-    ranks.together(lambda: _refuse_nonfinite(state["live"], step))
     final = root / f"step-{step:08d}"
-    try:
-        if any(map(is_sharded, state["live"].values())):
-            _save_shards(final, step, state, facts, ranks)
-        else:
-            ranks.of_first(lambda: _save_whole(final, step, state, facts))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _no_room(error, root, state) from error
-        raise
+    ranks.of_first(lambda: _save(final, step, state, facts))
     return final
 
 
-def _refuse_nonfinite(live: Mapping[str, Tensor], step: int) -> None:
-    for name, tensor in live.items():
-        if tensor.is_floating_point() and not bool(local(tensor).isfinite().all()):
+def _save(final: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    for name, tensor in state["live"].items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise NotFiniteError(f"{name} has values that are not finite at step {step}; nothing was saved")
-
-
-def _save_whole(final: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     with new_folder(final) as folder:
         described: dict[str, Any] = {}
         for part in _PARTS:
@@ -179,29 +163,6 @@ def _save_whole(final: Path, step: int, state: Mapping[str, Any], facts: Mapping
         described["facts"] = pack(facts, "", {})
         _write_json(folder / _STATE, described)
         _write_json(folder / MANIFEST, sealed({"step": step, "files": describe(folder.iterdir())}))
-
-
-def _save_shards(
-    final: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any], ranks: Ranks
-) -> None:
-    tensors: dict[str, Any] = {}
-    described = {part: pack(state[part], part, tensors) for part in _PARTS}
-    described["facts"] = pack(facts, "", {})
-    with ExitStack() as stack:
-        folder = ranks.of_first(lambda: stack.enter_context(new_folder(final)))
-        sharded.write_shards(tensors, folder, ranks)
-        found = ranks.of_first(lambda: sorted(folder.iterdir()))
-        # Each rank hashes a part of the files, in parallel.
-        hashed = ranks.together(lambda: describe(found[ranks.rank :: ranks.size]))
-
-        def commit() -> None:
-            _write_json(folder / _STATE, described)
-            files = {name: file for part in hashed for name, file in part.items()}
-            files |= describe([folder / _STATE])
-            _write_json(folder / MANIFEST, sealed({"step": step, "files": files}))
-            stack.close()
-
-        ranks.of_first(commit)
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -215,19 +176,6 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     with naming(path):
         save_file(own, path)
-
-
-def _no_room(error: OSError, root: Path, state: Mapping[str, Any]) -> OSError:
-    tensors: dict[str, Tensor] = {}
-    for part in _PARTS:
-        pack(state[part], part, tensors)
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return OSError(
-        error.errno,
-        f"no room for a checkpoint of {needed:,} bytes ({shutil.disk_usage(root).free:,} are free); "
-        "earlier checkpoints are untouched",
-        str(root),
-    )
 
 
 # --- Reading ----------------------------------------------------------------------------------------
@@ -256,11 +204,8 @@ def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Any]:
     described = _described(folder)
     try:
         with ExitStack() as files:
-            if _is_in_shards(folder):
-                get = dict.fromkeys(_PARTS, _read_shards(folder, described, like).__getitem__)
-            else:
-                opened = {part: safe_open(folder / f"{part}.safetensors", "pt") for part in _PARTS}
-                get = {part: files.enter_context(file).get_tensor for part, file in opened.items()}
+            opened = {part: safe_open(folder / f"{part}.safetensors", "pt") for part in _PARTS}
+            get = {part: files.enter_context(file).get_tensor for part, file in opened.items()}
             loaded: dict[str, Any] = {"state": unpack(described["state"], get["state"])}
             for part in ("live", "optimizer"):
                 loaded[part] = {
@@ -275,23 +220,7 @@ def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _cut(get: Callable[[str], Tensor], like: Tensor | None, path: str) -> Tensor:
-    tensor = get(path)
-    return tensor if like is None or is_sharded(tensor) else cut_like(tensor, like)
-
-
-def _is_in_shards(folder: Path) -> bool:
-    return not (folder / "live.safetensors").exists()
-
-
-def _read_shards(folder: Path, described: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return all tensors by path; of those sharded in the model with this shape, this rank's part."""
-    owners = {
-        path: like.get(name)
-        for part in ("live", "optimizer")
-        for name, entry in described[part].items()
-        for path in paths(entry)
-    }
-    return sharded.read_shards(folder, owners | dict.fromkeys(paths(described["state"])))
+    return get(path) if like is None else cut_like(get(path), like)
 
 
 def _no_tensor(path: str) -> Tensor:
@@ -323,10 +252,12 @@ def check(folder: Path) -> dict[str, Any]:
         Damaged: a file differs from what was written.
     """
     try:
+        if folder.is_symlink():
+            raise Damaged("it is a link, and what was written is a folder")
         manifest = read_manifest(plain_file(folder, MANIFEST), {"step": int})
         listed = manifest["files"]
         expected = {_STATE, *(f"{part}.safetensors" for part in _PARTS)}
-        if set(listed) != expected and not _lists_shards(listed):
+        if set(listed) != expected:
             raise Damaged(f"its manifest lists {sorted(listed)}, not {sorted(expected)}")
         if (named := _NAME.fullmatch(folder.name)) and int(named[1]) != manifest["step"]:
             raise Damaged(f"its manifest is of step {manifest['step']}")
@@ -336,18 +267,13 @@ def check(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _lists_shards(files: Mapping[str, Any]) -> bool:
-    others = files.keys() - {_STATE}
-    return _STATE in files and bool(others) and all(_SHARD.fullmatch(name) for name in others)
-
-
 # --- Which ones there are ---------------------------------------------------------------------------
 
 
 def all_of(root: Path) -> list[tuple[int, Path]]:
     """Return step and folder of each checkpoint, oldest first, without a check of their files."""
     found = ((_NAME.fullmatch(path.name), path) for path in root.glob("step-*"))
-    return sorted((int(match[1]), path) for match, path in found if match and not path.is_symlink())
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def newest(root: Path) -> tuple[Path | None, list[str]]:
@@ -356,26 +282,19 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
     for _, folder in reversed(all_of(root)):
         try:
             check(folder)
-            if not _is_in_shards(folder):
-                read(folder, {})  # maps the files; no tensor is copied into memory
+            read(folder, {})  # whether its parts go together
             return folder, problems
         except Damaged as error:
             problems.append(str(error))
     return None, problems
 
 
-def prune(root: Path, *, up_to: int, keep: int, best: int | None, others: Collection[int] = ()) -> None:
-    """Remove all checkpoints up to a step, but the newest `keep`, that of the `best` step, and `others`."""
-    # Checkpoints beyond that step are damaged, and must not count among the newest.
-    for step, folder in [found for found in all_of(root) if found[0] <= up_to][:-keep]:
-        if step != best and step not in others:
-            _remove(folder)
-
-
-def keep_only(root: Path, steps: Collection[int]) -> None:
-    """Remove all but the checkpoints of these steps."""
-    for step, folder in all_of(root):
-        if step not in steps:
+def prune(root: Path, *, keep: int, others: Collection[int] = (), up_to: int = 2**63) -> None:
+    """Remove all checkpoints up to a step, but the newest `keep` of them and those of `others`."""
+    # Links, and checkpoints beyond that step, are damaged, and must not count among the newest.
+    found = [(step, path) for step, path in all_of(root) if step <= up_to and not path.is_symlink()]
+    for step, folder in found[: max(0, len(found) - keep)]:
+        if step not in others:
             _remove(folder)
 
 

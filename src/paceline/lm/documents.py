@@ -1,4 +1,4 @@
-"""Documents: strings from text files, JSON lines, parquet, folders of these, and the Hugging Face hub.
+"""Documents: strings from text files, JSON lines, parquet, and folders of these.
 
 .. code-block:: text
 
@@ -6,7 +6,6 @@
     rows.jsonl, rows.ndjson  one document a line, in its field "text"
     rows.parquet             one document a row, in its column "text"
     folder                   all of these in it and its subfolders, sorted by name
-    hf:owner/name            the training split of a dataset, streamed; hf:owner/name/config, hf:…@revision
 
 Text and JSON lines may be compressed: .gz, .xz, .zst. Blank documents are left out.
 """
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from paceline.lm.files import describe
 
@@ -52,20 +51,8 @@ def needed_for(what: str) -> Iterator[None]:
 # --- Where documents come from --------------------------------------------------------------------
 
 
-class Source(Protocol):
-    """Documents in an order that never changes."""
-
-    def documents(self) -> Iterator[str]:
-        """Yield all documents, from the first."""
-
-    def describe(self) -> dict[str, Any]:
-        """Return JSON that identifies the source and its content."""
-
-
-def open_source(where: str | Path) -> Source:
-    """Open a file, a folder, or a dataset "hf:NAME"; the module's docstring lists the formats."""
-    if str(where).startswith("hf:"):
-        return open_hub(str(where))
+def open_source(where: str | Path) -> "Files":
+    """Open a file or a folder; the module's docstring lists the formats."""
     path = Path(where).expanduser()
     if path.is_dir():
         return Files(root=path, files=_files_in(path))
@@ -113,51 +100,12 @@ class Files:
             return _texts(path)
         if name.endswith(ROWS):
             return (_text(row, f"{path}, line {number}") for number, row in read_rows(path))
-        return _column(path)
+        return (_text(row, f"{path}, row {number}") for number, row in read_parquet(path, _FIELD))
 
     def describe(self) -> dict[str, Any]:
         """Return names, sizes and hashes of the files, but not the path of the folder. Reads every file."""
         names = {path: path.relative_to(self.root).as_posix() for path in self.files}
         return {"files": [{"name": name, **describe([path])[path.name]} for path, name in names.items()]}
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Hub:
-    """The training split of a dataset of the Hugging Face hub, streamed."""
-
-    name: str
-    config: str | None
-    revision: str  # a commit, so that a second reading finds the same rows
-
-    def documents(self) -> Iterator[str]:
-        """Yield all documents as they arrive over the network."""
-        found = (_text(row, where) for where, row in self.rows())
-        return _not_blank(found, f"hf:{self.name}")
-
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield all rows, unchecked, each with its place for error messages."""
-        with needed_for("a dataset of the hub"):
-            from datasets import load_dataset  # type: ignore[import-untyped]
-        rows = load_dataset(self.name, self.config, split="train", streaming=True, revision=self.revision)
-        for number, row in enumerate(rows, 1):
-            yield f"hf:{self.name}, row {number}", row
-
-    def describe(self) -> dict[str, Any]:
-        """Return name, configuration and commit."""
-        return {"hub": self.name, "config": self.config, "revision": self.revision}
-
-
-def open_hub(where: str) -> Hub:
-    """Open a dataset by a name such as `hf:owner/name`, at its current commit."""
-    part = r"(\w[\w.-]*)"
-    match = re.fullmatch(rf"hf:({part}(/{part})?)(/{part})?(@(?P<revision>\S+))?", where)
-    if not match:
-        raise ValueError(f"Invalid dataset: {where!r}; allowed: hf:owner/name or hf:owner/name/config")
-    with needed_for("a dataset of the hub"):
-        from huggingface_hub import HfApi
-    commit = HfApi().dataset_info(match[1], revision=match["revision"]).sha
-    return Hub(name=match[1], config=match[6], revision=str(commit))
 
 
 def _not_blank(documents: Iterator[str], where: str) -> Iterator[str]:
@@ -203,20 +151,18 @@ def _texts(path: Path) -> Iterator[str]:
     yield "".join(parts).strip()
 
 
-def _column(path: Path) -> Iterator[str]:
-    """Yield the documents of a parquet file."""
+def read_parquet(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a parquet file, each with its number, with this column alone."""
     with needed_for("reading parquet"):
         import pyarrow  # type: ignore[import-untyped]
         from pyarrow import parquet
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if _FIELD not in names:
-                raise ValueError(f"{path}: no column {_FIELD!r}; it has {', '.join(names)}")
-            batches = file.iter_batches(batch_size=256, columns=[_FIELD])
-            values = (value for batch in batches for value in batch.column(0).to_pylist())
-            for number, value in enumerate(values, 1):
-                yield _text({_FIELD: value}, f"{path}, row {number}")
+            if column not in names:
+                raise ValueError(f"{path}: no column {column!r}; it has {', '.join(names)}")
+            batches = file.iter_batches(batch_size=256, columns=[column])
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: broken or not parquet ({error})") from error
 

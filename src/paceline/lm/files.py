@@ -11,7 +11,7 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,12 @@ def sha256_of(path: Path) -> str:
     """Return the sha256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def stamp(path: Path) -> list[int]:
+    """Return what a file does not keep if its content changes: inode, size and times."""
+    status = path.stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def describe(paths: Iterable[Path]) -> dict[str, Any]:
@@ -221,3 +227,20 @@ def locked(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # something is in it
             for place in new:
                 place.rmdir()
+
+
+@contextmanager
+def one_at_a_time(path: Path, tell: Callable[[str], object]) -> Iterator[None]:
+    """Wait until no other process is in this block with the same file, which is there for that time only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        tell("another process prepares the same data; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is held, as above
+        lock.release()

@@ -14,7 +14,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.lm.files import FILE, Damaged, check_fields, plain_file, read_json, verify, write_atomically
+from paceline.lm.files import (
+    FILE,
+    Damaged,
+    check_fields,
+    describe,
+    new_folder,
+    one_at_a_time,
+    plain_file,
+    read_json,
+    remove_temporary,
+    stamp,
+    verify,
+    write_atomically,
+)
 
 FORMAT = 2
 MANIFEST, _CHECKED = "manifest.json", "checked"
@@ -77,10 +90,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any], tell: Tell, *, again:
         again: compare the content even if it was compared before.
     """
     files: Mapping[str, Any] = manifest["files"]
-    found: dict[str, list[int]] = {}
-    for name in files:
-        status = plain_file(folder, name).stat()
-        found[name] = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    found = {name: stamp(plain_file(folder, name)) for name in files}
     fact = json.dumps([_digest(manifest), found]).encode()
     with suppress(OSError, ValueError):
         if not again and plain_file(folder, _CHECKED).read_bytes() == fact:
@@ -90,6 +100,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any], tell: Tell, *, again:
         tell(f"checking {folder} ({size / 1e9:.1f} GB), once")
     verify(folder, files)
     with suppress(OSError):  # a folder that cannot be written is checked at each opening
+        remove_temporary(folder, _CHECKED)
         write_atomically(folder / _CHECKED, fact)
 
 
@@ -102,19 +113,40 @@ def refuse_other(settings: Mapping[str, Any], manifest: Mapping[str, Any], folde
         raise ValueError(f"{folder} was prepared from something else; choose another folder ({changes})")
 
 
-def unless_damaged(opened: Callable[[], T], tell: Tell, *, is_cache: bool) -> T | None:
-    """Return what is prepared already; None for a damaged cache, after a line about it.
+def prepared(
+    folder: Path,
+    opened: Callable[[], T],
+    fill: Callable[[Path], Mapping[str, Any]],
+    *,
+    tell: Tell,
+    is_cache: bool,
+) -> T:
+    """Return what is prepared in a folder; prepare it if need be, while other processes wait for it.
 
-    Raises:
-        Damaged: the folder is damaged, and it is the user's.
+    The folder appears when it is complete. What a killed preparation has left is removed by the next.
+
+    Arguments:
+        folder: an absolute path.
+        opened: opens the folder, with all checks.
+        fill: writes the files into another folder, and returns the other fields of the manifest.
+        tell: called with lines about damage, and about waiting.
+        is_cache: prepare a damaged folder again, instead of refusing it.
     """
-    try:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        try:
+            return opened()
+        except Damaged as error:
+            if not is_cache:
+                raise
+            tell(f"{error}; it is prepared again")
+    with one_at_a_time(folder.with_name(f".{folder.name}.lock"), tell):
+        with suppress(FileNotFoundError, Damaged):  # another process was quicker
+            return opened()
+        remove_temporary(folder.parent, folder.name)
+        with new_folder(folder) as made:
+            fields = fill(made)
+            write_manifest(made / MANIFEST, {**fields, "files": describe(sorted(made.iterdir()))})
         return opened()
-    except Damaged as error:
-        if not is_cache:
-            raise
-        tell(f"{error}; it is prepared again")
-        return None
 
 
 def _digest(content: Mapping[str, Any]) -> str:

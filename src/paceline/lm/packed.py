@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -54,15 +54,3 @@ def unpack(value: Any, get: Callable[[str], Tensor]) -> Any:
     if any(key.startswith("$") for key in value):
         raise ValueError(f"{reprlib.repr(value)} is not a packed value")
     return {key: unpack(item, get) for key, item in value.items()}
-
-
-def paths(value: Any) -> Iterator[str]:
-    """Yield the paths of the tensors in a packed value."""
-    if isinstance(value, list):
-        for item in value:
-            yield from paths(item)
-    elif isinstance(value, dict):
-        if isinstance(path := value.get("$tensor"), str):
-            yield path
-        else:
-            yield from paths(list(value.values()))

@@ -9,7 +9,7 @@ Started by torchrun, each process is a rank:
         → loss, norm of the gradient and "was I asked to stop?", summed in one message → all do the same
 
 With DDP every rank has the whole model. With FSDP2 weights, gradients and the optimizer's state are cut into
-shards. With fewer shards than ranks there are several copies of the model (HSDP).
+shards.
 """
 
 import hashlib
@@ -72,11 +72,6 @@ class Ranks:
         """Return whether this is the rank that writes files and prints."""
         return self.rank == 0
 
-    @property
-    def copies(self) -> int:
-        """The number of ranks with the same part of a gradient."""
-        return self.size if self.mesh is None else self.size // self.mesh["shards"].size()
-
     # --- Shares ---
 
     def rounds(self, count: int, size: int) -> list[range]:
@@ -120,7 +115,7 @@ class Ranks:
             known_loss, known_norm = torch.stack([loss, norm]).tolist()
             return known_loss, known_norm, norm, False
         # In float64, squares of float32 numbers neither overflow nor round.
-        square = norm.double().square() / self.copies
+        square = norm.double().square() / (self.size if self.mesh is None else 1)  # DDP's is of the whole
         sums = torch.stack([loss.double(), square, torch.full_like(square, float(stop()))])
         torch.distributed.all_reduce(sums)
         total = sums[1].sqrt().to(norm.dtype)
@@ -157,23 +152,31 @@ class Ranks:
         """Run work on the first rank only; return its result, or raise its error, on all ranks."""
         if self.size == 1:
             return work()
-        said: list[Any] = [_tried(work) if self.is_first else None]
+        said: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                said[0] = work()
+            except Exception as error:
+                said[1] = _portable(error)
         torch.distributed.broadcast_object_list(said, src=0, group=self.host)
-        value, error = said[0]
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        if said[1] is not None:
+            raise said[1]
+        return said[0]  # type: ignore[no-any-return]
 
-    def together(self, work: Callable[[], T]) -> list[T]:
-        """Run work on all ranks and return all results. If it fails on one, all raise its error."""
+    def gathered(self, value: T) -> list[T]:
+        """Return the values of all ranks, when all have come here."""
         if self.size == 1:
-            return [work()]
+            return [value]
         said: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(said, _tried(work), group=self.host)
-        for rank, (_, error) in enumerate(said):
-            if error is not None:
-                raise _named(error, rank)
-        return [value for value, _ in said]
+        torch.distributed.all_gather_object(said, value, group=self.host)
+        return said
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a tensor; of a sharded one all of it, in host memory, and nothing on ranks but the first."""
+        if not is_sharded(tensor):
+            return tensor
+        gathered = tensor.full_tensor()
+        return gathered.cpu() if self.is_first else gathered.new_empty(0)
 
     # --- The model ---
 
@@ -214,13 +217,6 @@ class Ranks:
 ALONE = Ranks()
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        return None, _portable(error)
-
-
 def _portable(error: Exception) -> Exception:
     """Return a copy of an error that can be sent to another process."""
     if isinstance(error, OSError):
@@ -229,12 +225,6 @@ def _portable(error: Exception) -> Exception:
     if kind.__module__.startswith("paceline.") or kind in (ValueError, RuntimeError):
         return kind(str(error))
     return RuntimeError(f"{kind.__name__}: {error}")
-
-
-def _named(error: Exception, rank: int) -> Exception:
-    if isinstance(error, OSError):
-        return OSError(error.errno, f"on rank {rank}: {error.strerror}", error.filename)
-    return type(error)(f"on rank {rank}: {error}")
 
 
 # --- How a model is spread ----------------------------------------------------------------------------
@@ -303,12 +293,11 @@ def cut_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto") -> Iterator[Ranks]:
+def joined(*, how: str = "ddp", device: str = "auto") -> Iterator[Ranks]:
     """Yield the ranks that torchrun started, or `ALONE`.
 
     Arguments:
         how: "ddp" or "fsdp2".
-        shards: how many ranks share one copy of the weights (fsdp2); None: all.
         device: "cpu", "cuda", or "auto": GPUs if there are any, one for each rank.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -316,8 +305,6 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
         yield ALONE
         return
     own = _device(device)
-    if shards is not None and (shards < 1 or size % shards):
-        raise ValueError(f"shards is {shards}; allowed: what divides the number of ranks, {size}")
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
@@ -338,9 +325,7 @@ def joined(*, how: str = "ddp", shards: int | None = None, device: str = "auto")
     if how == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
 
-        across = shards or size
-        shape = {"copies": size // across, "shards": across} if across < size else {"shards": across}
-        mesh = init_device_mesh(own.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        mesh = init_device_mesh(own.type, (size,))
     ranks = Ranks(rank=rank, size=size, device=own, mesh=mesh, host=host)
     try:
         yield ranks

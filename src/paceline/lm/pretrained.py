@@ -1,13 +1,9 @@
-"""Causal language models of transformers: load them from the hub, a folder or a GGUF file, and export them.
+"""Causal language models of transformers: load them from the hub or a folder, and export them.
 
-Weights are read from safetensors or GGUF, never from a pickle, and code that comes with a model is never run.
+Weights are read from safetensors, never from a pickle, and code that comes with a model is never run.
 """
 
-import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -65,61 +61,45 @@ class Pretrained(nn.Module):
 # --- Loading --------------------------------------------------------------------------------------
 
 
-def load_pretrained(
-    name: str | Path, *, attention: str = "sdpa", activation_checkpointing: bool = False
-) -> tuple[Pretrained, Any]:
+def load_pretrained(name: str | Path, *, activation_checkpointing: bool = False) -> tuple[Pretrained, Any]:
     """Load a model in float32, in evaluation mode, and its tokenizer.
 
     Arguments:
-        name: a folder with config, safetensors and tokenizer; a .gguf file, whose weights are converted to
-            float32; or a name of the Hugging Face hub (owner/model, owner/model/file.gguf). Local folders
-            and files need no network.
-        attention: "sdpa", or "eager" for the few models without it. Other implementations are refused,
-            because transformers may fetch their code from the hub.
+        name: a folder with config, safetensors and tokenizer, which needs no network; or a name of the
+            Hugging Face hub, owner/model.
         activation_checkpointing: keep only the input of each layer for the backward pass, and recompute the
             rest, to save memory.
     """
-    if attention not in ("sdpa", "eager"):
-        raise ValueError(f"Invalid attention: {attention!r}; allowed: sdpa, eager")
     with needed_for("a pretrained model"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
     path = Path(name).expanduser()
-    is_gguf = path.suffix == ".gguf"
-    is_here = path.is_file() if is_gguf else path.is_dir()
-    at_hub = str(name).rpartition("/")[0] if is_gguf else str(name)
-    if not is_here and not _HUB_NAME.fullmatch(at_hub):
-        raise FileNotFoundError(f"no model {name}: no such folder or .gguf file, and not a name of the hub")
-    source = str(path.parent if is_gguf else path) if is_here else at_hub
+    is_here = path.is_dir()
+    if is_here:
+        _check_complete(path)
+    elif not _HUB_NAME.fullmatch(str(name)):
+        raise FileNotFoundError(f"no model {name}: no such folder, and not a name of the hub")
+    source = str(path if is_here else name)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # Without trust_remote_code=False, transformers would ask on the terminal.
     options: dict[str, Any] = {"local_files_only": is_here, "trust_remote_code": False}
-    if is_gguf:
-        with needed_for("a GGUF file"):
-            import_module("accelerate")
-            import_module("gguf")
-        options["gguf_file"] = path.name
-    elif is_here:
-        _check_complete(path)
     try:
-        if not is_gguf:
-            _refuse_unsafe(source, is_here)
-        with _without_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=torch.float32,
-                attn_implementation=attention,
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
+        _refuse_unsafe(source, is_here)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.float32,
+            attn_implementation="sdpa",  # of others, transformers may fetch the code from the hub
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
     except OSError as error:
         reason = str(error).partition(". ")[0]
         raise FileNotFoundError(f"cannot load {name}: {reason}") from error
     model, found = loaded
     if found["missing_keys"]:
         raise ValueError(f"{name} has no weights for {', '.join(sorted(found['missing_keys']))}")
-    if is_gguf:
-        model = _unquantized(model, attention)
     if activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Pretrained(model.eval()), tokenizer
@@ -152,33 +132,6 @@ def _refuse_unsafe(source: str, is_here: bool) -> None:
             raise ValueError(f"{source} comes with code of its own, which is never run: auto_map {code}")
     if "quantization_config" in config:
         raise ValueError(f"{source} holds quantized weights, which cannot be trained; take its original")
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers, and restore their setting at the end."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _unquantized(model: Any, attention: str) -> Any:
-    """Return a copy of a GGUF model as an ordinary one, which can be saved and loaded."""
-    from transformers import AutoModelForCausalLM
-
-    config = copy.deepcopy(model.config)
-    del config.quantization_config
-    auto: Any = AutoModelForCausalLM
-    plain = auto.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
-    return plain
 
 
 # --- Packed examples --------------------------------------------------------------------------------
@@ -222,6 +175,9 @@ def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path
         raise FileExistsError(f"{folder} exists already; choose another folder")
     if not isinstance(module, GPT | Pretrained):
         raise TypeError(f"only a GPT or a Pretrained can be exported, not {type(module).__name__}")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     whole = to_transformers(module) if isinstance(module, GPT) else module.whole
     remove_temporary(folder.parent, folder.name)
     with new_folder(folder) as made, naming(folder):
@@ -231,6 +187,5 @@ def export_folder(module: nn.Module, tokenizer: Any, folder: str | Path) -> Path
                 config.bos_token_id = config.eos_token_id = tokenizer.end_of_text
         else:
             tokenizer.save_pretrained(made)
-        with _without_bars():
-            whole.save_pretrained(made)
+        whole.save_pretrained(made)
     return folder

@@ -1,11 +1,9 @@
-"""The sizes of a GPT, and the operations per training token. Imports no torch, to be quick."""
+"""The sizes of a GPT. Imports no torch, to be quick."""
 
 import difflib
 import re
 from dataclasses import dataclass
 from typing import final
-
-# --- Shapes ---------------------------------------------------------------------------------------
 
 
 @final
@@ -96,31 +94,3 @@ def _nearest(name: str) -> str:
     if asked:
         return min(_SIZES, key=lambda known: abs(float(known[4:-1]) - float(asked[1])))
     return difflib.get_close_matches(name, [*_SIZES, "gpt2"], n=1, cutoff=0.0)[0]
-
-
-# --- Operations -----------------------------------------------------------------------------------
-
-# Floating-point operations per second of dense matrix products in bfloat16, as the makers state them.
-PEAK = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "T4": 65e12,
-}
-
-
-def operations_of(weights: int, layers: int, width: int, length: int) -> float:
-    """Return the operations per token, forward and backward: 6 for each weight, and attention.
-
-    Attention takes 12 · layers · width · length, as in the PaLM paper, its masked half included.
-
-    >>> operations_of(124_439_808 - 1024 * 768, layers=12, width=768, length=1024)
-    855166464.0
-    """
-    return 6.0 * weights + 12.0 * layers * width * length

@@ -4,7 +4,6 @@
 
     folder/  manifest.json        written last: without it the folder is not finished
              tokens-00000.bin     raw little-endian uint16 or uint32, an end-of-text token after each document
-             progress.json        while preparing: how much is saved
 
 A document may continue in the next shard. All shards but the last have the same size.
 """
@@ -15,7 +14,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -24,21 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.lm.batch import Batch, Numbers
-from paceline.lm.files import Damaged, describe, locked, naming, plain_file, remove_temporary, sync, verify
-from paceline.lm.manifest import (
-    MANIFEST,
-    Tell,
-    check_files,
-    read_manifest,
-    refuse_other,
-    silent,
-    unless_damaged,
-    write_manifest,
-)
+from paceline.lm.files import Damaged, naming
+from paceline.lm.manifest import MANIFEST, Tell, check_files, prepared, read_manifest, refuse_other, silent
 from paceline.lm.vocabulary import Vocabulary
 
-_PROGRESS = "progress.json"
-_FIELDS = {"dtype": str, "vocabulary": int, "tokenizer": str, "documents": int, "tokens": int}
+_FIELDS = {"dtype": str, "vocabulary": int, "tokenizer": str, "source": dict, "documents": int, "tokens": int}
+_ANY: Mapping[str, Any] = {}
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _BATCH = 2**20  # characters tokenized in one call: enough for all cores, some 100 MB of memory
 
@@ -54,6 +44,7 @@ class Tokens:
     dtype: str
     vocabulary: int
     tokenizer: str  # fingerprint
+    source: Mapping[str, Any]
     documents: int
     files: Mapping[str, Any]  # size and sha256 by name
 
@@ -84,52 +75,27 @@ def prepare(
     *,
     source: Mapping[str, Any],
     shard_tokens: int = 2**27,
-    save_tokens: int = 2**22,
     is_cache: bool = False,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
     tell: Tell = silent,
 ) -> Tokens:
     """Tokenize documents into a folder, or open the folder if that is done.
 
-    It may be killed at any time. Called again with the same arguments it resumes after its last save, and
-    writes the same bytes.
+    It may be killed at any time: the folder appears when it is complete.
 
     Arguments:
-        documents: the same in the same order in each call.
+        documents: the text.
         vocabulary: the tokenizer.
-        folder: created if needed; one with other tokens is refused.
-        source: where the documents come from, as JSON; a call resumes only work of the same source.
+        folder: new or empty; one with other tokens is refused.
+        source: where the documents come from, as JSON; an existing folder must have the same.
         shard_tokens: tokens of a file.
-        save_tokens: tokens between two saves (some seconds), which an interrupt may lose.
         is_cache: prepare a damaged folder again, instead of refusing it.
         progress: called with the numbers of documents and tokens so far.
         tell: called with lines about damage, and about checks that take long.
     """
-    if shard_tokens < 1 or save_tokens < 1:
-        raise ValueError(f"Invalid {shard_tokens=}, {save_tokens=}; allowed: 1 or more")
-    settings = _settings(vocabulary, source, shard_tokens)
-    folder = Path(folder).absolute()
-    with locked(folder):
-        remove_temporary(folder)
-        found = unless_damaged(lambda: _begun(folder, settings, tell), tell, is_cache=is_cache)
-        if isinstance(found, Tokens):
-            return found
-        if found is None:
-            for path in (folder / MANIFEST, folder / _PROGRESS, *folder.glob("tokens-*.bin")):
-                path.unlink(missing_ok=True)
-        writer = found or _Writer(folder, settings)
-        for batch in _batches(islice(documents, writer.documents, None)):
-            writer.write(_encoded(batch, vocabulary, writer.dtype), documents=len(batch))
-            progress(writer.documents, writer.tokens)
-            if writer.tokens - writer.saved >= save_tokens:
-                writer.save()
-        writer.finish()
-    return open_tokens(folder, tell=tell)
-
-
-def _settings(vocabulary: Vocabulary, source: Mapping[str, Any], shard_tokens: int) -> dict[str, Any]:
-    """Return what decides the tokens of a folder."""
-    return {
+    if shard_tokens < 1:
+        raise ValueError(f"Invalid {shard_tokens=}; allowed: 1 or more")
+    settings = {
         "dtype": "uint16" if vocabulary.size <= 2**16 else "uint32",
         "vocabulary": vocabulary.size,
         "end_of_text": vocabulary.end_of_text,
@@ -138,13 +104,39 @@ def _settings(vocabulary: Vocabulary, source: Mapping[str, Any], shard_tokens: i
         "shard_tokens": shard_tokens,
     }
 
+    def fill(made: Path) -> dict[str, Any]:
+        counts = _write_shards(
+            documents, vocabulary, made, _DTYPES[settings["dtype"]], shard_tokens, progress
+        )
+        if not counts["tokens"]:
+            raise ValueError(f"no documents to prepare for {folder}, or only empty ones")
+        return settings | counts
 
-def _begun(folder: Path, settings: dict[str, Any], tell: Tell) -> "Tokens | _Writer":
-    """Return the tokens in a folder, or a writer of what is missing."""
-    if not (folder / MANIFEST).exists():
-        return _Writer(folder, settings)
-    refuse_other(settings, _read(folder / MANIFEST), folder)
-    return open_tokens(folder, tell=tell)
+    opened = partial(open_tokens, folder, tell=tell, settings=settings)
+    return prepared(Path(folder).absolute(), opened, fill, tell=tell, is_cache=is_cache)
+
+
+def _write_shards(
+    documents: Iterable[str],
+    vocabulary: Vocabulary,
+    folder: Path,
+    dtype: np.dtype[Any],
+    shard_tokens: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, int]:
+    """Write the tokens of all documents; return how many of both there are."""
+    read = written = 0
+    for batch in _batches(documents):
+        tokens, read = _encoded(batch, vocabulary, dtype), read + len(batch)
+        while len(tokens):
+            number, inside = divmod(written, shard_tokens)
+            part, tokens = np.split(tokens, [shard_tokens - inside])
+            path = folder / f"tokens-{number:05d}.bin"
+            with naming(path), path.open("ab") as file:
+                file.write(part.data)
+            written += len(part)
+        progress(read, written)
+    return {"documents": read, "tokens": written}
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -172,87 +164,24 @@ def _encoded(batch: list[str], vocabulary: Vocabulary, dtype: np.dtype[Any]) -> 
     return np.array(ids, dtype=dtype)
 
 
-class _Writer:
-    """A writer of shards, which resumes after the last save."""
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder, self.settings = folder, settings
-        self.dtype, self.shard_tokens = _DTYPES[settings["dtype"]], settings["shard_tokens"]
-        self.documents = self.tokens = self.saved = 0
-        self.files: dict[str, Any] = {}  # as they were saved; the last one may not be full
-        if (folder / _PROGRESS).exists():
-            done = _read(folder / _PROGRESS)
-            refuse_other(settings, done, folder)
-            self.documents, self.tokens, self.saved = done["documents"], done["tokens"], done["tokens"]
-            self.files = done["files"]
-        self._cut_back()
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"tokens-{number:05d}.bin"
-
-    def _cut_back(self) -> None:
-        """Remove everything written after the last save, and check what was saved."""
-        for path in self.folder.glob("tokens-*.bin"):
-            if path.name not in self.files:
-                path.unlink()
-            elif plain_file(self.folder, path.name).stat().st_size > self.files[path.name]["bytes"]:
-                os.truncate(path, self.files[path.name]["bytes"])
-        verify(self.folder, self.files)
-
-    def write(self, tokens: Array, *, documents: int) -> None:
-        """Append the tokens of some documents."""
-        self.documents += documents
-        while len(tokens):
-            number, inside = divmod(self.tokens, self.shard_tokens)
-            part, tokens = np.split(tokens, [self.shard_tokens - inside])
-            with naming(self._path(number)), self._path(number).open("ab") as file:
-                file.write(part.data)
-            self.tokens += len(part)
-
-    def save(self) -> None:
-        """Save everything so far, so that an interrupt cannot lose it."""
-        changed = range(self.saved // self.shard_tokens, -(-self.tokens // self.shard_tokens))
-        paths = [self._path(number) for number in changed]
-        for path in paths:
-            sync(path)
-        self.files |= describe(paths)
-        done = {"documents": self.documents, "tokens": self.tokens, "files": self.files}
-        write_manifest(self.folder / _PROGRESS, self.settings | done)
-        self.saved = self.tokens
-
-    def finish(self) -> None:
-        """Save the rest; the progress becomes the manifest."""
-        if not self.tokens:
-            raise ValueError(f"no documents to prepare for {self.folder}, or only empty ones")
-        self.save()
-        (self.folder / _PROGRESS).replace(self.folder / MANIFEST)
-        sync(self.folder)
-
-
 # --- Opening --------------------------------------------------------------------------------------
 
 
-def open_tokens(folder: Path, *, tell: Tell = silent, verify: bool = False) -> Tokens:
+def open_tokens(
+    folder: Path, *, tell: Tell = silent, verify: bool = False, settings: Mapping[str, Any] = _ANY
+) -> Tokens:
     """Open prepared tokens, after a check of their manifest and, at the first opening, of their content.
 
     Arguments:
         folder: what `prepare` wrote.
         tell: called with a line before a check that takes long.
         verify: check the content even if it was checked before.
+        settings: fields of the manifest; a folder with others is refused.
     """
     folder = Path(folder).absolute()
-    if not (folder / MANIFEST).exists():
-        begun = (folder / _PROGRESS).exists()
-        why = "its preparation was not finished; run it again" if begun else f"no {MANIFEST}"
-        raise FileNotFoundError(f"{folder} holds no prepared tokens: {why}")
-    manifest = _read(folder / MANIFEST)
-    check_files(folder, manifest, tell, again=verify)
-    fields = ("dtype", "vocabulary", "tokenizer", "documents", "files")
-    return Tokens(folder=folder, **{name: manifest[name] for name in fields})
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a manifest, or of the progress of a preparation."""
+    path = folder / MANIFEST
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no prepared tokens: no {MANIFEST}")
     manifest = read_manifest(path, _FIELDS)
     dtype = _DTYPES.get(manifest["dtype"])
     if dtype is None:
@@ -262,7 +191,10 @@ def _read(path: Path) -> dict[str, Any]:
     if not all(sizes) or any(size % dtype.itemsize for size in sizes) or sum(sizes) != needed:
         tokens = f"{manifest['tokens']} tokens of {manifest['dtype']} have {needed}"
         raise Damaged(f"{path}: its files have {reprlib.repr(sizes)} bytes; {tokens}")
-    return manifest
+    refuse_other(settings, manifest, folder)
+    check_files(folder, manifest, tell, again=verify)
+    fields = ("dtype", "vocabulary", "tokenizer", "source", "documents", "files")
+    return Tokens(folder=folder, **{name: manifest[name] for name in fields})
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Array:

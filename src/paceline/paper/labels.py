@@ -128,7 +128,7 @@ def _check(runs: Sequence[Named], options: argparse.Namespace) -> None:
     for one in runs:
         run = one.run
         for item in (*run.data, *run.held_out):
-            if not item.startswith("hf:") and item != "python" and not Path(item).exists():
+            if item != "python" and not Path(item).exists():
                 flag = "--chat" if run.task == "sft" else "--text"
                 raise ConfigError(f"there is no file or folder {item!r}; say where the data are with {flag}")
         if run.task == "sft" and "/" not in run.model and not Path(run.model).exists():

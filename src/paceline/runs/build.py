@@ -1,6 +1,6 @@
 """Building the parts that the loop trains from the description of a run, cheap checks first."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from paceline.lm.gpt import GPT, shape_of
 from paceline.lm.loop import Plan, Trainee
 from paceline.lm.parallel import ALONE, Ranks
 from paceline.lm.shards import Windows
-from paceline.runs import data, methods, names
+from paceline.runs import data, methods
 from paceline.runs.config import ConfigError, Run
 
 
@@ -77,7 +77,12 @@ def build(run: Run, tell: data.Tell, ranks: Ranks = ALONE) -> Job:
         "held_out_fingerprint": held_out.fingerprint,
         **material.about,
     }
-    facts = {"data": about, "parameters": sum(p.numel() for p in model.parameters()), "steps": plan.steps}
+    facts = {
+        "data": about,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": plan.steps,
+        "precision": str(plan.precision).removeprefix("torch."),
+    }
     return Job(
         trainee=trainee, plan=plan, returned=returned, facts=facts, save_tokenizer=material.save_tokenizer
     )
@@ -276,7 +281,7 @@ def steps_of(run: Run, samples: int, parameters: int) -> int:
 # --- From another run ---------------------------------------------------------------------------------
 
 
-def fork(job: Job, where: str, folder: Path, averages: Mapping[str, names.Spec]) -> int:
+def fork(job: Job, where: str, folder: Path) -> int:
     """Put the weights and the optimizer's state of another run's checkpoint into a job; return its step.
 
     Settings of the optimizer stay those of this run, which is in `folder`.
@@ -293,10 +298,6 @@ def fork(job: Job, where: str, folder: Path, averages: Mapping[str, names.Spec])
             f"fork {where!r} is of a run with another tokenizer: its tokens would mean something else; "
             "give the one that it has, RUN/tokenizer"
         )
-    before = names.averages_of(saved["facts"]["config"]["averages"])
-    other = [label for label, average in before.items() if averages.get(label, average) != average]
-    if other:
-        raise ConfigError(f"fork {where!r} keeps another average as {other[0]!r}; give yours another name")
     trainee = job.trainee
     groups = trainee.optimizer.state_dict()["param_groups"]
     for group, before in zip(groups, saved["state"]["groups"], strict=True):

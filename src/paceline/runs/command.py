@@ -92,14 +92,13 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    text = "a run, study, checkpoint, model, cache or prepared data; without it, this machine"
-    parser.add_argument("folder", type=Path, nargs="?", help=text)
+    parser.add_argument("folder", type=Path, help="a run, study, checkpoint, model, cache or prepared data")
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from paceline.runs.doctor import examine, examine_machine
+    from paceline.runs.doctor import examine
 
-    lines, whole = (examine_machine(), True) if options.folder is None else examine(options.folder)
+    lines, whole = examine(options.folder)
     for line in lines:
         say(line)
     return 0 if whole else 1
@@ -124,15 +123,13 @@ _EVAL = """examples:
   paceline eval runs/first --data other.txt
   paceline eval runs/first --weights live --step 200"""
 _EXPORT = "example:\n  paceline export runs/first model/ --weights average"
-_DOCTOR = "examples:\n  paceline doctor runs/first\n  paceline doctor"
+_DOCTOR = "example:\n  paceline doctor runs/first"
 _SHARDS = "example:\n  paceline data shards/ --data my.jsonl.xz --tokenizer gpt2"
 
 COMMANDS = (
     Command("train", "train a model: pretrain on text, or sft on conversations", _TRAIN, _add_train, _train),
     Command("eval", "the held-out loss of a run's model, or its loss on other data", _EVAL, _add_eval, _eval),
     Command("export", "a run's model as a folder that transformers loads", _EXPORT, _add_export, _export),
-    Command(
-        "doctor", "which weights a folder holds, and is it whole; this machine", _DOCTOR, _add_doctor, _doctor
-    ),
+    Command("doctor", "which weights a folder holds, and is it whole", _DOCTOR, _add_doctor, _doctor),
     Command("data", "prepare token shards from text", _SHARDS, _add_data, _data),
 )

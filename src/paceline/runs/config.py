@@ -9,7 +9,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from functools import cache
@@ -30,12 +30,12 @@ class Run:
         Literal["pretrain", "sft"], "Train a new model on text, or fine-tune one on conversations."
     ] = "pretrain"
     model: Annotated[
-        str, "gpt:0.3m … gpt:50m, gpt2 (the 124M), a name on the Hugging Face hub, a folder, or a .gguf file."
+        str, "gpt:0.3m … gpt:50m, gpt2 (the 124M), a name on the Hugging Face hub, or a folder."
     ] = "gpt:1m"
     data: Annotated[
         tuple[str, ...],
         "What to train on: python (the text inside this Python), files (.txt, .md, .jsonl, .parquet, also "
-        ".gz .xz .zst), folders, hf:NAME (a dataset of the hub), or a folder made by `paceline data`.",
+        ".gz .xz .zst), folders, or a folder made by `paceline data`.",
     ] = ("python",)
     held_out: Annotated[tuple[str, ...], "Data to evaluate on; without it, one document in twenty."] = ()
     held_out_samples: Annotated[int | None, "Evaluate on at most that many samples; none: all."] = None
@@ -65,13 +65,12 @@ class Run:
     warmup: Annotated[int, "Steps of linear warm-up; at most a tenth of the horizon."] = 50
     horizon: Annotated[
         int | None,
-        "Steps of the run that this one is a branch of. The warm-up, and settings of the method such as 16%, "
-        "are shares of them; none: the run's own.",
+        "Steps of the run that this one is a branch of. Warm-up, and some settings of methods, are shares of "
+        "them; none: the run's own.",
     ] = None
     averages: Annotated[
         tuple[str, ...],
-        "Averages to keep next to the optimizer, e.g. power:0.7, long=half_life:0.1, decay:0.999, "
-        "polynomial:8, bema; or part of one, the rest live: blend:0.5,half_life,0.1.",
+        "Averages to keep next to the optimizer, e.g. ema, power:0.7, half_life:0.1, bema.",
     ] = ()
     clip_norm: Annotated[
         float | None,
@@ -85,13 +84,12 @@ class Run:
     parallel: Annotated[
         Literal["ddp", "fsdp2"], "On several ranks, by torchrun: the whole model on each, or shards of it."
     ] = "ddp"
-    shards: Annotated[int | None, "With fsdp2, ranks that share one copy of the weights; none: all."] = None
     activation_checkpointing: Annotated[bool, "Compute activations twice instead of keeping them."] = False
     dropout: Annotated[float, "Dropout of a new model."] = 0.0
     seed: Annotated[int, "The seed of initial weights, order of samples, and dropout."] = 42
     evaluate_every: Annotated[int | None, "Steps between evaluations; none: ten in the run."] = None
     checkpoint_every: Annotated[int | None, "Steps between checkpoints; none: as evaluations."] = None
-    keep: Annotated[int, "How many of the newest checkpoints to keep, next to the best one."] = 2
+    keep: Annotated[int, "How many of the newest checkpoints to keep."] = 2
     keep_steps: Annotated[
         tuple[int, ...], "Write and keep a checkpoint after each of these steps, for other runs to fork from."
     ] = ()
@@ -135,7 +133,7 @@ class Run:
 # Settings that may differ when a run is resumed: they do not change what is computed in what was done.
 MAY_CHANGE = frozenset(
     {"evaluate_every", "checkpoint_every", "keep", "keep_steps", "skip_nonfinite"}
-    | {"telemetry_every", "device", "parallel", "shards"}
+    | {"telemetry_every", "device", "parallel"}
 )
 
 # Settings that make no other run: how often to look and to save, and where. Leaving out steps does change it.
@@ -162,7 +160,7 @@ def name_of(run: Run) -> str:
 
 _AT_LEAST_1 = (
     "length", "batch_size", "micro_batch_size", "held_out_samples", "evaluate_every", "checkpoint_every",
-    "telemetry_every", "keep", "shards", "horizon",
+    "telemetry_every", "keep", "horizon",
 )  # fmt: skip
 
 
@@ -188,10 +186,6 @@ def _check(run: Run) -> None:
         )
     _require(bool(run.data) and all(run.data), "data", run.data, "at least one file, folder or name")
     _require(all(run.held_out), "held_out", run.held_out, "files, folders or names")
-    if run.shards is not None and run.parallel != "fsdp2":
-        raise ConfigError(
-            f"shards is {run.shards}; it goes with parallel fsdp2, and here it is {run.parallel}"
-        )
     if run.task == "sft" and run.model.startswith("gpt:"):
         raise ConfigError(
             f"model {run.model!r} has no chat template to fine-tune with; give a pretrained model"
@@ -273,33 +267,21 @@ def kind_of(name: str) -> Any:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
+    """Return a value of a setting's type, from one of TOML or a text; raise ConfigError if there is none."""
     if isinstance(kind, UnionType) and (value is None or value == "none"):
         return None
-    kind = kind_of(name)
+    kind, shown = kind_of(name), str(value)[:80]
     if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        if value not in choices:
-            raise ConfigError(
-                f"{name} is {str(value)[:80]!r}{nearest(str(value)[:80], choices)}; "
-                f"allowed: {', '.join(choices)}"
-            )
-        return value
-    if get_origin(kind) is tuple:
-        items = value if isinstance(value, list | tuple) else [value]
-        count = get_args(kind)[0] is int
-        made = [_count(item) if count else _text(item) for item in items]
-        if None in made or (not count and not isinstance(value, list | tuple | str)):
-            allowed = "whole numbers" if count else "texts in UTF-8"
-            raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: a list of {allowed}")
-        return tuple(made)
-    convert = {bool: _flag, int: _count, float: _number, str: _text}[kind]
-    converted = convert(value)
-    if converted is None:
-        allowed = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in UTF-8"}[
-            kind
-        ]
-        raise ConfigError(f"{name} is {str(value)[:80]!r}; allowed: {allowed}")
-    return converted
+        if value in (choices := get_args(kind)):
+            return value
+        raise ConfigError(f"{name} is {shown!r}{nearest(shown, choices)}; allowed: {', '.join(choices)}")
+    is_many = get_origin(kind) is tuple
+    convert, allowed = _KINDS[get_args(kind)[0] if is_many else kind]
+    items = value if is_many and isinstance(value, list | tuple) else [value]
+    made = tuple(convert(item) for item in items)
+    if None in made:
+        raise ConfigError(f"{name} is {shown!r}; allowed: {'a list, each ' if is_many else ''}{allowed}")
+    return made if is_many else made[0]
 
 
 def _flag(value: Any) -> bool | None:
@@ -335,3 +317,12 @@ def _count(value: Any) -> int | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if isinstance(value, int) and abs(value) < 2**63 else None
+
+
+_KINDS: dict[type, tuple[Callable[[Any], Any], str]] = {
+    bool: (_flag, "true or false"),
+    int: (_count, "a whole number"),
+    float: (_number, "a number"),
+    str: (_text, "a text in UTF-8"),
+}
+"""What makes a value of each type, or None, and what is allowed."""

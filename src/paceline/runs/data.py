@@ -2,28 +2,27 @@
 
 .. code-block:: text
 
-    python, files, hf:NAME → documents ─┬→ training → train/     ┐
-                             split by text                       ├ one folder, named after its content
-                                        └→ held out → held-out/  ┘ and that of the tokenizer
+    python, files → documents ─┬→ training → train/     ┐
+                    split by text                       ├ one folder, named after its content
+                               └→ held out → held-out/  ┘ and that of the tokenizer
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from paceline.cache import cache_folder
 from paceline.lm.chat import ChatFormat, chat_rows, messages_of
 from paceline.lm.chat_samples import ChatSamples, prepare_chat
-from paceline.lm.documents import ROWS, TEXT, Files, Hub, cut, is_held_out, open_hub, open_source
-from paceline.lm.files import BusyError, Damaged, describe, new_folder, sha256_of, verify
-from paceline.lm.manifest import MANIFEST, read_manifest, unless_damaged, write_manifest
+from paceline.lm.documents import PARQUET, ROWS, TEXT, Files, cut, is_held_out, open_source
+from paceline.lm.files import Damaged, sha256_of, stamp, verify
+from paceline.lm.manifest import MANIFEST, prepared, read_manifest
 from paceline.lm.python_corpus import Corpus, python_corpus
 from paceline.lm.shards import Tokens, open_tokens, prepare
 from paceline.lm.vocabulary import Vocabulary, open_vocabulary
@@ -31,6 +30,7 @@ from paceline.runs.config import ConfigError
 
 Tell = Callable[[str], None]
 HELD_OUT_SHARE = 0.05
+_Stamps = list[tuple[Path, list[int]]]
 _MISTAKES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError)
 
 
@@ -115,7 +115,7 @@ def _part(folder: Path, part: str, vocabulary: Vocabulary, tell: Tell) -> Tokens
     tokens = open_tokens(folder / part, tell=tell)
     if tokens.tokenizer != vocabulary.fingerprint:
         raise ConfigError(f"{tokens.folder} was made with another tokenizer than the one in {folder}")
-    if (made_of := read_manifest(tokens.folder / MANIFEST, {})["source"].get("part", part)) != part:
+    if (made_of := tokens.source.get("part", part)) != part:
         raise ConfigError(f"{tokens.folder} holds the part {made_of} of the text, not {part}")
     return tokens
 
@@ -131,46 +131,28 @@ def _vocabulary(tokenizer: str | Vocabulary, sources: "list[_Source]", part: str
         verify(kept, read_manifest(kept / MANIFEST, {})["files"])
         return open_vocabulary(kept)
 
-    if (kept / MANIFEST).exists():
-        found = unless_damaged(opened, tell, is_cache=True)
-        if found is not None:
-            return found
-    tell(f"training a vocabulary, {tokenizer}")
-    vocabulary = open_vocabulary(tokenizer, _documents(sources, part))
-    with new_folder(kept) as made:
-        vocabulary.save(made)
-        write_manifest(made / MANIFEST, {"files": describe(made.iterdir())})
-    return opened()
+    def fill(made: Path) -> dict[str, Any]:
+        tell(f"training a vocabulary, {tokenizer}")
+        open_vocabulary(tokenizer, _documents(sources, part)).save(made)
+        return {}
+
+    return prepared(kept, opened, fill, tell=tell, is_cache=True)
 
 
 def _tokens(
     sources: "list[_Source]", part: str, vocabulary: Vocabulary, tell: Tell, folder: Path | None = None
 ) -> Tokens:
-    """Return the tokens of one part, prepared if need be. Interrupted, it resumes when called again."""
-    about, is_cache = {"sources": _descriptions(sources), "part": part}, folder is None
-    if folder is None:
-        folder = cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *about["sources"])
-        with suppress(FileNotFoundError, Damaged):  # prepared below, under a lock
-            found = open_tokens(folder, tell=tell)
-            if read_manifest(folder / MANIFEST, {})["source"] == json.loads(json.dumps(about)):
-                return found
-    progress, waiting = _Progress(f"tokenizing ({part})", tell), False
-    while True:
-        try:
-            return prepare(
-                _some(sources, part),
-                vocabulary,
-                folder,
-                source=about,
-                is_cache=is_cache,
-                progress=progress,
-                tell=tell,
-            )
-        except BusyError:
-            if not waiting:
-                tell("another process prepares the same data; waiting for it")
-            waiting = True
-            time.sleep(1)
+    """Return the tokens of one part, prepared if need be: in the cache, or in a folder of the user's."""
+    described = _descriptions(sources)
+    return prepare(
+        _some(sources, part),
+        vocabulary,
+        folder or cache_folder() / "tokens" / _key(vocabulary.fingerprint, part, *described),
+        source={"sources": described, "part": part},
+        is_cache=folder is None,
+        progress=_Progress(f"tokenizing ({part})", tell),
+        tell=tell,
+    )
 
 
 def _descriptions(sources: "list[_Source]") -> list[dict[str, Any]]:
@@ -190,6 +172,7 @@ class _Source:
             self._source: Corpus | Any = python_corpus() if name == "python" else open_source(name)
         except (FileNotFoundError, ValueError) as error:  # no such file, or not one that can be read
             raise ConfigError(str(error)) from None
+        self._stamps = _stamps(self._source.files if isinstance(self._source, Files) else ())
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -208,6 +191,18 @@ class _Source:
             for piece in cut(document, size) if size else (document,):
                 if part == "all" or is_held_out(piece, HELD_OUT_SHARE) == (part == "held-out"):
                     yield piece
+        _check_unchanged(self._stamps)
+
+
+def _stamps(files: Iterable[Path]) -> _Stamps:
+    return [(path, stamp(path)) for path in files]
+
+
+def _check_unchanged(stamps: _Stamps) -> None:
+    """Raise ConfigError if files were written after these stamps: their hash would name other content."""
+    for path, known in stamps:
+        if stamp(path) != known:
+            raise ConfigError(f"{path} was changed while it was read; run the same command again")
 
 
 def _part_size(source: Any) -> int | None:
@@ -249,15 +244,11 @@ class Chats:
 def check_chat_files(names: tuple[str, ...]) -> None:
     """Raise ConfigError for a name that is no file of conversations, before a model is loaded."""
     for name in names:
-        if name.startswith("hf:"):
-            continue  # its rows are looked at when they come
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ConfigError(
-                f"there is no file {path}; conversations come from files of JSON lines, or from hf:NAME"
-            )
-        if not path.name.lower().endswith(ROWS):
-            raise ConfigError(f"{path} cannot hold conversations; allowed: {', '.join(ROWS)}")
+            raise ConfigError(f"there is no file {path}; conversations come from JSON lines or parquet")
+        if not path.name.lower().endswith(ROWS + PARQUET):
+            raise ConfigError(f"{path} cannot hold conversations; allowed: {', '.join(ROWS + PARQUET)}")
         where, row = next(chat_rows(path), (str(path), None))
         if row is None:
             raise ConfigError(f"{path} is empty")
@@ -298,13 +289,12 @@ def held_out_chats(
 
 
 def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tell: Tell) -> ChatSamples:
-    sources = [open_hub(name) if name.startswith("hf:") else Path(name).expanduser() for name in names]
-    described = [sha256_of(source) if isinstance(source, Path) else source.describe() for source in sources]
-    about = {"files": described, "part": part}
+    stamps = _stamps(Path(name).expanduser() for name in names)  # before they are hashed
+    about = {"files": [sha256_of(file) for file, _ in stamps], "part": part}
     folder = cache_folder() / "chats" / _key(form.fingerprint, length, about)
     progress = _Progress(f"rendering conversations ({part})", tell)
     return prepare_chat(
-        _chat_rows(sources, part),
+        _chat_rows(stamps, part),
         form,
         folder,
         source=about,
@@ -315,15 +305,15 @@ def _chats(names: tuple[str, ...], part: str, form: ChatFormat, length: int, tel
     )
 
 
-def _chat_rows(sources: list[Path | Hub], part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _chat_rows(stamps: _Stamps, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of one part, split by the first question: one question never occurs in both parts."""
-    each = (chat_rows(source) if isinstance(source, Path) else source.rows() for source in sources)
-    for where, row in chain.from_iterable(each):
+    for where, row in chat_rows(*(file for file, _ in stamps)):
         if part != "all":
             asked = next((m["content"] for m in messages_of(row, where) if m["role"] == "user"), "")
             if is_held_out(asked, HELD_OUT_SHARE) != (part == "held-out"):
                 continue
         yield where, row
+    _check_unchanged(stamps)
 
 
 class _Progress:

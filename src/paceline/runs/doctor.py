@@ -1,41 +1,20 @@
-"""Checks of a folder: its content, and whether files are as they were written. And of this machine."""
+"""Checks of a folder: its content, and whether files are as they were written."""
 
-import platform
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from paceline.lm import checkpoint
 from paceline.lm.chat_samples import open_chat
 from paceline.lm.files import Damaged, plain_file, read_json, verify
 from paceline.lm.manifest import silent
 from paceline.lm.shards import open_tokens
-from paceline.optim.fused import missing
 from paceline.runs import records
 from paceline.runs.config import ConfigError, make
 from paceline.runs.data import open_prepared
 
 Findings = Iterator[str | Damaged]
-
-
-def examine_machine() -> list[str]:
-    """Return lines about the machine: versions, devices, and how PACE steps on each."""
-    lines = [
-        f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    ]
-    kinds = {"cpu": platform.processor() or platform.machine()}
-    if torch.cuda.is_available():
-        kinds["cuda"] = torch.cuda.get_device_name()
-    for kind, name in kinds.items():
-        lacking = missing(kind)
-        path = "foreach operations" if lacking else "one pass over memory (fused)"
-        lines.append(f"{kind} ({name}): PACE steps by {path}")
-        if lacking is not None:
-            lines.append(f"  fused=True {lacking}")
-    return lines
 
 
 def examine(folder: Path) -> tuple[list[str], bool]:
@@ -120,17 +99,15 @@ def _described(folder: Path) -> Iterator[str]:
         f"{folder.name}: whole; step {facts['progress']['step']} of a {facts['config']['task']} run of "
         f"{facts['config']['model']} with {make(facts['config']).name}; {size:,} bytes"
     )
-    yield from _parts(read_json(folder / "state.json"), manifest["files"])
+    yield from _parts(read_json(folder / "state.json"))
     yield f"  returned by this run: {facts['returned']}"
-    if best := facts["best"]:
-        yield f"  best held-out loss so far: {best['loss']:.4f} at step {best['step']}"
     if (path := folder.parents[1] / "records.jsonl").exists() and records.whole_lines(path) < facts[
         "records"
     ]:
         raise Damaged(f"{path} has lost its end: {facts['records']} bytes were written")
 
 
-def _parts(described: dict[str, Any], files: dict[str, Any]) -> list[str]:
+def _parts(described: dict[str, Any]) -> list[str]:
     live = f"the live weights ({len(described['live'])} tensors)"
     kinds = sorted(
         {key for entry in described["optimizer"].values() if isinstance(entry, dict) for key in entry}
@@ -138,10 +115,7 @@ def _parts(described: dict[str, Any], files: dict[str, Any]) -> list[str]:
     averages = [key for key in kinds if "average" in key or "returned" in key or key == "z"]
     others = ", ".join(key for key in kinds if key not in averages) or "nothing"
     named = f"averages as NAME.{', NAME.'.join(averages)}" if averages else "no average"
-    if "live.safetensors" in files:
-        return [f"  live.safetensors: {live}", f"  optimizer.safetensors: {named}; also {others}"]
-    count = len(files) - 1  # state.json
-    return [f"  in {count} shard(s): live.NAME, {live}", f"  optimizer.NAME: {named}; also {others}"]
+    return [f"  live.safetensors: {live}", f"  optimizer.safetensors: {named}; also {others}"]
 
 
 # --- Data and models ----------------------------------------------------------------------------------
@@ -181,10 +155,6 @@ def _exported(folder: Path) -> Findings:
     yield from _files(folder, files)
 
 
-def _foreign(folder: Path) -> Findings:
-    yield f"{folder}: weights of another origin; nothing says whether they are live or an average"
-
-
 _KINDS: dict[str, Callable[[Path], Findings]] = {
     "plan.json": _study,
     "runs/*/*.jsonl": _study,
@@ -197,6 +167,5 @@ _KINDS: dict[str, Callable[[Path], Findings]] = {
     "manifest.json": _checkpoint,
     "state.json": _checkpoint,
     "paceline.json": _exported,
-    "*.safetensors": _foreign,
 }
 """Kinds of folders, by a file that only they have. The first that is there tells."""

@@ -19,11 +19,8 @@ from paceline.lm.loop import View
 from paceline.optim import (
     BEMA,
     PACE,
-    Blend,
     Control,
-    FixedDecay,
     HalfLife,
-    Polynomial,
     PowerLaw,
     attach,
     averaged_weights,
@@ -34,7 +31,7 @@ from paceline.optim.baselines import AdEMAMix, ema_nesterov, gpa, lookahead, sch
 from paceline.optim.settings import require
 from paceline.optim.weights import has_keeper
 from paceline.runs import names
-from paceline.runs.config import ConfigError, Run, nearest, returned_of
+from paceline.runs.config import ConfigError, Run, returned_of
 
 T = TypeVar("T")
 
@@ -84,13 +81,6 @@ def _power(power: float, every: int = 1) -> Average:
     return PowerLaw(power) if every == 1 else Seldom(PowerLaw(power), every)
 
 
-def _blend(share: float, kind: str, *values: Any, **named: Any) -> Blend:
-    """Return live mixed with an average: `blend:0.5,half_life,0.1` is half live, half `half_life:0.1`."""
-    if kind not in AVERAGES:
-        raise ConfigError(f"blend of {kind!r} is unknown{nearest(str(kind), AVERAGES)}")
-    return Blend(AVERAGES[kind](*values, **named), share)
-
-
 def _linear(optimizer: Optimizer, *, steps: int, warmup: int) -> LRScheduler:
     """Return a schedule that goes to 0 from the end of the warm-up on."""
     return schedules.wsd(optimizer, steps=steps, warmup=warmup, decay=1 - warmup / steps)
@@ -112,11 +102,8 @@ AVERAGES: dict[str, Callable[..., Average]] = {
     "ema": _power,
     "short_ema": _power,
     "power": _power,
-    "polynomial": Polynomial,
-    "decay": FixedDecay,
     "half_life": HalfLife,
     "bema": BEMA,
-    "blend": _blend,
 }
 SCHEDULES: dict[str, Callable[..., LRScheduler]] = {
     "constant": schedules.constant,
@@ -184,8 +171,8 @@ def make_averages(run: Run, horizon: int) -> dict[str, Average]:
     """Return the averages that a run keeps next to its optimizer, by label."""
     averages = {}
     for label, spec in names.averages_of(run.averages).items():
-        values, named = spec.completed(names.AVERAGES[spec.word], horizon)
-        averages[label] = _called(spec.word, partial(AVERAGES[spec.word], *values, **named))
+        settings = spec.completed(names.AVERAGES[spec.word], horizon)
+        averages[label] = _called(spec.word, partial(AVERAGES[spec.word], **settings))
     return averages
 
 

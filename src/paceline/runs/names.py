@@ -22,25 +22,6 @@ from paceline.runs.terminal import ConfigError, nearest
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A share of a run's steps, written `16%`."""
-
-    percent: float
-
-    def of(self, steps: int) -> int:
-        """Return the number of steps, at least one.
-
-        >>> Share(16).of(300)
-        48
-        """
-        return max(1, round(steps * self.percent / 100))
-
-    def __repr__(self) -> str:
-        return f"{self.percent}%"
-
-
-@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
     """The meaning of a word of a name."""
@@ -48,9 +29,11 @@ class Known:
     title: str
     """Its name for people."""
     settings: tuple[str, ...]
-    """The names of its settings, in the order in which they may stand without a name."""
+    """The names of its settings. The first one of an average needs no name: `power:0.7`."""
     ours: Mapping[str, Any] = field(default_factory=dict)
     """Values that follow its authors' advice where the constructor's defaults do not."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """The same for settings that count steps, as shares of the run's."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a run that it wants otherwise than AdamW."""
     control: str | None = None
@@ -75,12 +58,13 @@ BASES = {
     "ademamix": _known(
         "AdEMAMix",
         "betas eps weight_decay alpha alpha_warmup beta3_warmup maximize",
-        ours={"betas": (0.9, 0.999, 0.999), "alpha_warmup": Share(100), "beta3_warmup": Share(100)},
+        ours={"betas": (0.9, 0.999, 0.999)},
+        shares={"alpha_warmup": 1.0, "beta3_warmup": 1.0},
     ),
     "ema_nesterov": _known(
         "EMA-Nesterov",
         f"push decay start stop {_ADAMW}",
-        ours={"start": Share(16), "stop": Share(76)},
+        shares={"start": 0.16, "stop": 0.76},
         averages=False,
     ),
     "gpa": _known("GPA", f"mu_x mu_y {_ADAMW}", averages=False),
@@ -106,15 +90,13 @@ AVERAGES = {
     "ema": _known("EMA", "power every", ours={"power": 0.7}),
     "short_ema": _known("short EMA", "power every", ours={"power": 0.5}),
     "power": _known("EMA", "power every"),
-    "polynomial": _known("polynomial", "power"),
-    "decay": _known("EMA of fixed decay", "decay start"),
     "half_life": _known("EMA by half-life", "fraction"),
     "bema": _known(
         "BEMA",
         "power bias_power offset scale every min_rate burn_in",
-        ours={"every": 1, "burn_in": Share(10)},
+        ours={"every": 1},
+        shares={"burn_in": 0.1},
     ),
-    "blend": _known("blend", "share kind"),
 }
 """Averages that are kept next to an optimizer."""
 SCHEDULES = {
@@ -125,8 +107,6 @@ SCHEDULES = {
     "wsd": _known("WSD", "decay"),
 }
 """Learning-rate schedules."""
-_COUNTS_STEPS = {"alpha_warmup", "beta3_warmup", "start", "stop", "warmup_steps", "burn_in"}
-_COUNTS_STEPS |= {"every", "pull_every", "k"}
 
 
 # --- A word with settings -------------------------------------------------------------------------------
@@ -135,58 +115,47 @@ _COUNTS_STEPS |= {"every", "pull_every", "k"}
 @final
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A word with settings: `power:0.7`, `wsd:decay=0.2`."""
+    """A word with settings: `wsd:decay=0.2`."""
 
     word: str
-    values: tuple[Any, ...] = ()
-    """Settings without a name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.word}:{self.listed}" if self.listed else self.word
+        return f"{self.word}:{self.listed}" if self.settings else self.word
 
     @property
     def listed(self) -> str:
         """The settings as text."""
-        named = (f"{name}={_written(value)}" for name, value in self.settings.items())
-        return ",".join([*map(_written, self.values), *named])
+        return ",".join(f"{name}={_written(value)}" for name, value in self.settings.items())
 
-    def completed(self, known: Known, steps: int) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments in a run of that many steps: those that are given, then ours."""
-        given = {**dict(zip(known.settings, self.values, strict=False)), **self.settings}
-        if odd := [n for n, value in given.items() if isinstance(value, Share) and n not in _COUNTS_STEPS]:
-            raise ConfigError(
-                f"{self.word}: {odd[0]} is {given[odd[0]]}, a share of the steps; give a number"
-            )
-        ours = {name: value for name, value in known.ours.items() if name not in given}
-        named = {name: _fixed(value, steps) for name, value in {**ours, **self.settings}.items()}
-        return [_fixed(value, steps) for value in self.values], named
+    def completed(self, known: Known, steps: int) -> dict[str, Any]:
+        """Return the settings in a run of that many steps: those that are given, and ours.
+
+        >>> Spec("ema_nesterov", {"stop": 150}).completed(BASES["ema_nesterov"], 300)
+        {'start': 48, 'stop': 150}
+        """
+        counts = {name: max(1, round(share * steps)) for name, share in known.shares.items()}
+        return {**known.ours, **counts, **self.settings}
 
 
-def _fixed(value: Any, steps: int) -> Any:
-    return value.of(steps) if isinstance(value, Share) else value
-
-
-def parse_spec(text: str) -> Spec:
-    """Return a word with its settings, not checked against any table.
+def parse_spec(text: str, first: str = "") -> Spec:
+    """Return a word with its settings, not checked against any table; `first` names one without a name.
 
     >>> parse_spec("pace:power=0.3,betas=(0.9, 0.95)").settings
     {'power': 0.3, 'betas': (0.9, 0.95)}
-    >>> parse_spec("power:0.7").values, parse_spec("bema:burn_in=5%").settings
-    ((0.7,), {'burn_in': 5%})
+    >>> parse_spec("power:0.7", "power").settings
+    {'power': 0.7}
     """
     word, _, rest = text.partition(":")
-    # A share is no expression of Python; a set of one number is, and nothing else needs it.
-    rest = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)%", r"{\1}", rest)
     try:
         call = ast.parse(f"_({rest})", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError
-        values = tuple(_literal(value) for value in call.args)
-        settings = {item.arg: _literal(item.value) for item in call.keywords if item.arg}
-        if len(settings) < len(call.keywords):  # one of them twice, or **
+        unnamed = dict(zip([first] if first else [], call.args, strict=False))
+        named = {item.arg: item.value for item in call.keywords if item.arg}
+        if len(unnamed | named) < len(call.args) + len(call.keywords):  # one of them twice, or **
             raise ValueError
-        return Spec(word, values, settings)
+        return Spec(word, {name: _literal(value) for name, value in (unnamed | named).items()})
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise ConfigError(f"cannot read {text[:80]!r}; write NAME:setting=value,setting=value") from None
 
@@ -199,8 +168,7 @@ def _literal(node: ast.expr) -> Any:
     word = ast.unparse(node)
     if word.lower() in _WORDS or isinstance(node, ast.Name):  # a word needs no quotes
         return _WORDS.get(word.lower(), word)
-    value = ast.literal_eval(node)
-    return Share(*value) if isinstance(value, set) else value
+    return ast.literal_eval(node)
 
 
 def _written(value: Any) -> str:
@@ -213,18 +181,16 @@ def _written(value: Any) -> str:
 
 def _checked(what: str, text: str, table: Mapping[str, Known]) -> Spec:
     """Return a word of a table with its settings; raise ConfigError for one that is not in it."""
-    spec = parse_spec(text)
-    if spec.word not in table:
+    word = text.partition(":")[0]
+    if word not in table:
         raise ConfigError(
-            f"{what} {spec.word[:80]!r} is unknown{nearest(spec.word, table)}; there are: {', '.join(table)}"
+            f"{what} {word[:80]!r} is unknown{nearest(word, table)}; there are: {', '.join(table)}"
         )
-    known = table[spec.word].settings
-    if len(spec.values) > len(known) and spec.word != "blend":
-        raise ConfigError(f"{what} {spec.word} has fewer settings than {text!r} gives: {', '.join(known)}")
+    known = table[word].settings
+    spec = parse_spec(text, known[0] if what == "average" else "")
     for name in spec.settings:
-        # The settings of a blend are those of the average that is blended, too.
-        if name not in known and spec.word != "blend":
-            raise ConfigError(f"{what} {spec.word} has no setting {name!r}{nearest(name, known)}")
+        if name not in known:
+            raise ConfigError(f"{what} {word} has no setting {name!r}{nearest(name, known)}")
     return spec
 
 
@@ -235,38 +201,24 @@ def schedule_of(text: str) -> Spec:
     Traceback (most recent call last):
     paceline.runs.terminal.ConfigError: schedule wsd has no setting 'decy' (did you mean decay?)
     """
-    spec = parse_spec(text)
-    if spec.word in SCHEDULES and (spec.values or spec.settings.keys() & {"steps", "warmup"}):
-        said = "settings of a schedule have names, as in wsd:decay=0.2; steps and warmup are the run's"
-        raise ConfigError(f"{said}; got {text!r}")
     return _checked("schedule", text, SCHEDULES)
 
 
 def average_of(text: str) -> tuple[str, Spec]:
-    """Return the label of an average and the average; the label is made of the text if none is given.
+    """Return the label of an average, which is made of its text, and the average.
 
-    >>> average_of("long=power:0.7")[0], average_of("power:0.7")[0]
-    ('long', 'power_0_7')
+    >>> average_of("power:0.7")
+    ('power_0_7', Spec(word='power', settings={'power': 0.7}))
     """
-    label, _, spec = text.partition("=") if _is_labelled(text) else ("", "", text)
-    found = _checked("average", spec.strip(), AVERAGES)
-    return label.strip() or "_".join(re.findall(r"[^\W_]+", spec)), found
-
-
-def _is_labelled(text: str) -> bool:
-    """Return whether an average has a label: `long=power:0.7` has one, `decay:0.99,start=10` has none."""
-    return "=" in text and ":" not in text.partition("=")[0]
+    return "_".join(re.findall(r"[^\W_]+", text)), _checked("average", text.strip(), AVERAGES)
 
 
 def averages_of(texts: Iterable[str]) -> dict[str, Spec]:
     """Return averages by label; raise ConfigError for two of one label."""
     texts = tuple(texts)
-    found = dict(map(average_of, texts))
-    if len(found) < len(texts) or len(set(map(_average_title, texts))) < len(texts):
+    if len(set(map(_average_title, texts))) < len(texts):
         raise ConfigError(f"averages need different names; got {', '.join(texts)}")
-    if taken := sorted(found.keys() & {"live", "average", "returned", "step"}):
-        raise ConfigError(f"an average cannot be named {taken[0]!r}: that means other weights")
-    return found
+    return dict(map(average_of, texts))
 
 
 # --- A method -------------------------------------------------------------------------------------------
@@ -320,16 +272,16 @@ class Name:
 
     def arguments(self, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the settings of the base and those of the control in a run of that many steps."""
-        _, settings = self.optimizer.completed(self.known, steps)
+        settings = self.optimizer.completed(self.known, steps)
         own = {name: value for name, value in settings.items() if name in self.known.settings}
         return own, {name: value for name, value in settings.items() if name not in own}
 
 
 def _average_title(text: str) -> str:
-    label, spec = average_of(text)
-    if _is_labelled(text):
-        return re.sub(r"\bema\b", "EMA", label.replace("_", " "))
-    return AVERAGES[spec.word].title + (f" ({spec.listed})" if spec.listed else "")
+    spec = average_of(text)[1]
+    known = AVERAGES[spec.word]
+    listed = spec.listed.removeprefix(f"{known.settings[0]}=")
+    return known.title + (f" ({listed})" if listed else "")
 
 
 def titles(alone: str, averages: Iterable[str], views: Collection[str]) -> dict[str, str]:
@@ -379,8 +331,6 @@ def parse(text: str) -> Name:
 def _check_settings(name: Name) -> None:
     """Raise ConfigError for a setting that neither the base nor the control has."""
     spec, said = name.optimizer, str(replace(name, optimizer=Spec(name.optimizer.word)))
-    if spec.values:
-        raise ConfigError(f"settings of a method have names, as in pace:c=1e-3; got {spec}")
     known = (*name.known.settings, *(CONTROLS[name.control].settings if name.control else ()))
     for key in spec.settings:
         if key == "lr":

@@ -202,8 +202,8 @@ def _commit() -> str | None:
 class Clock:
     """Measures how fast steps are, and tells a time that never goes back, whatever the system's does."""
 
-    def __init__(self, *, tokens: int, operations: float, peak: float | None) -> None:
-        self._tokens, self._operations, self._peak = tokens, operations, peak
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens  # of a step
         self._seconds: list[float] = []
         self._zero = time.time() - time.monotonic()
 
@@ -216,12 +216,7 @@ class Clock:
         self._seconds.append(seconds)
 
     def speed(self) -> dict[str, float | None]:
-        """Return tokens a second since the last call, and the share of the GPU's peak (MFU) if known."""
+        """Return tokens a second since the last call; None if there was no step."""
         seconds, self._seconds = self._seconds, []
-        if not seconds:
-            return {"tokens_per_second": None, "mfu": None}
-        rate = self._tokens * len(seconds) / sum(seconds)
-        return {
-            "tokens_per_second": round(rate, 1),
-            "mfu": round(rate * self._operations / self._peak, 4) if self._peak else None,
-        }
+        rate = round(self._tokens * len(seconds) / sum(seconds), 1) if seconds else None
+        return {"tokens_per_second": rate}

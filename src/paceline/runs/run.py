@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,6 @@ from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.files import describe, locked, new_folder, remove_temporary, verify
 from paceline.lm.loop import Evaluation, Progress, Step, train
 from paceline.lm.parallel import joined
-from paceline.lm.throughput import operations_per_token, peak_of
 from paceline.optim import pull_statistics
 from paceline.runs import build, changes, names, records
 from paceline.runs.config import ConfigError, Run, as_mapping
@@ -97,14 +96,13 @@ def execute(
     check_methods(run)
     with ExitStack() as stack:
         try:
-            ranks = stack.enter_context(joined(how=run.parallel, shards=run.shards, device=run.device))
+            ranks = stack.enter_context(joined(how=run.parallel, device=run.device))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         ranks.of_first(lambda: stack.enter_context(locked(folder)))
-        found, problems, horizon = ranks.of_first(lambda: _look(folder, run))
+        found, problems = ranks.of_first(lambda: _look(folder, run))
         for problem in problems:
             yield Notice(text=f"{problem}; an earlier one is used")
-        run = replace(run, horizon=horizon)
         running = _Running(run, folder, build.build(run, tell, ranks), watch)
         try:
             running.begin(found)
@@ -114,23 +112,17 @@ def execute(
             running.close()
 
 
-def _look(folder: Path, run: Run) -> tuple[Path | None, list[str], int | None]:
-    """Return the checkpoint to continue, if there is any, what is wrong with newer ones, and the horizon."""
+def _look(folder: Path, run: Run) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint to continue, if there is any, and what is wrong with newer ones."""
     checkpoints = folder / "checkpoints"
     for place in (folder, checkpoints):  # a tokenizer, or a checkpoint, of which a kill left half
         remove_temporary(place)
     found, problems = checkpoint.newest(checkpoints)
-    horizon = run.horizon
     if found is not None:
-        facts = checkpoint.load_facts(found)
-        horizon = changes.horizon_of(facts, run)
-        before = facts["config"]
-        if horizon is not None and before["horizon"] is None:  # the same in other words
-            before = {**before, "horizon": facts["steps"]}
-        changes.refuse_changes(before, replace(run, horizon=horizon))
+        changes.refuse_changes(checkpoint.load_facts(found)["config"], run)
     elif problems:
         raise ValueError(f"{problems[0]}; there is no other (to begin again, move it away)")
-    return found, problems, horizon
+    return found, problems
 
 
 def is_finished(folder: Path) -> bool:
@@ -158,10 +150,7 @@ def drop_checkpoints(folder: Path, but: Collection[int] = ()) -> None:
         return
     with suppress(OSError):  # another machine removes the same
         remove_temporary(checkpoints)
-        checkpoint.keep_only(checkpoints, but)
-
-
-_WORST: dict[str, Any] = {"loss": math.inf}
+        checkpoint.prune(checkpoints, keep=0, others=but)
 
 
 class _Running:
@@ -170,16 +159,9 @@ class _Running:
     def __init__(self, run: Run, folder: Path, job: build.Job, watch: Watch | None) -> None:
         self.run, self.folder, self.job, self.watch = run, folder, job, watch
         self.progress = Progress()
-        self.best: dict[str, Any] | None = None  # step and loss of the best checkpoint, by what is returned
-        self.latest: dict[str, Any] | None = None  # the same of the latest evaluation
         trainee = job.trainee
         self.ranks = trainee.ranks
-        peak = peak_of(trainee.device)
-        self.clock = records.Clock(
-            tokens=job.plan.batch_size * trainee.samples.length,
-            operations=operations_per_token(trainee.model, trainee.samples.length),
-            peak=None if peak is None else peak * self.ranks.size,
-        )
+        self.clock = records.Clock(job.plan.batch_size * trainee.samples.length)
         self.saved_at: tuple[int, bool] | None = None  # the progress that is on the disk
         self.records: records.Writer | records.Nowhere = records.Nowhere()
         self.timing: records.Writer | records.Nowhere = records.Nowhere()
@@ -193,20 +175,17 @@ class _Running:
             saved = checkpoint.read(found, checkpoint.named_tensors(trainee.model))
             facts = saved["facts"]
             changes.refuse_other_data(facts, self.job.facts)
+            changes.refuse_other_precision(facts, self.job.facts)
             checkpoint.restore(trainee.model, trainee.optimizer, saved)
             trainee.scheduler.load_state_dict(facts["schedule"])
             checkpoint.restore_random(saved)
             self.progress = Progress(**facts["progress"])
-            if (step := self.progress.step) > (last := self.job.plan.steps):
-                raise ConfigError(f"this run is at step {step} already; it cannot end at step {last}")
-            self.best, keep = facts["best"], facts["records"]
+            keep = facts["records"]
             self.saved_at = self.progress.step, self.progress.evaluated
         else:
             self.ranks.of_first(lambda: changes.refuse_lost_checkpoints(self.folder))
             if self.run.fork is not None:
-                self.progress.step = build.fork(
-                    self.job, self.run.fork, self.folder, names.averages_of(self.run.averages)
-                )
+                self.progress.step = build.fork(self.job, self.run.fork, self.folder)
         before = None if found is None else saved["facts"]["tokenizer"]
         self.job.facts["tokenizer"] = self.ranks.of_first(lambda: self._keep_tokenizer(before))
         self.ranks.of_first(lambda: self._open(keep, anew=found is None))
@@ -276,11 +255,11 @@ class _Running:
                 if progress.evaluated and wanted:
                     yield from self._save()
                 began = time.perf_counter()
-            number = max(self.ranks.together(asked))
+            number = max(self.ranks.gathered(asked()))
             if number or progress.step == plan.steps:
                 yield from self._save()
             # Whoever leaves first has all others signalled by torchrun: they leave together.
-            self.ranks.together(lambda: None)
+            self.ranks.gathered(None)
         if number:
             raise Interrupted(number, progress.step)
         own, beside = memory_of(self.run, self.job.trainee.optimizer)
@@ -309,8 +288,6 @@ class _Running:
     def _write(self, record: Step | Evaluation) -> None:
         self.records.write(type(record).__name__.lower(), asdict(record))
         if isinstance(record, Evaluation):
-            loss = next(iter(record.losses.values()))[self.job.returned]
-            self.latest = {"step": record.step, "loss": loss} if math.isfinite(loss) else None
             self.timing.write("speed", {"time": self.clock.now(), "step": record.step, **self.clock.speed()})
             self.records.flush()
             self.timing.flush()
@@ -324,14 +301,10 @@ class _Running:
         if self.saved_at == (progress.step, progress.evaluated):
             return
         began = time.monotonic()
-        latest = self.latest  # only what is saved can be the best that is kept
-        if latest and latest["step"] == progress.step and latest["loss"] < (self.best or _WORST)["loss"]:
-            self.best = latest
         facts = {
             "config": as_mapping(self.run),
             "progress": asdict(progress),
             "schedule": job.trainee.scheduler.state_dict(),
-            "best": self.best,
             "returned": job.returned,
             **job.facts,
         }
@@ -353,13 +326,11 @@ class _Running:
         yield Saved(step=progress.step, folder=path, seconds=seconds)
 
     def _prune(self) -> Iterator[Event]:
-        best = self.best["step"] if self.best else None
         prune = partial(
             checkpoint.prune,
             self.folder / "checkpoints",
             up_to=self.progress.step,
             keep=self.run.keep,
-            best=best,
             others=self.run.keep_steps,
         )
         try:

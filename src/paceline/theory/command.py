@@ -1,72 +1,49 @@
-"""`paceline theory …`: flags, numbers on the terminal, pictures in a folder."""
+"""`paceline theory …`: flags, and advice on the terminal."""
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from paceline.runs.terminal import Command, say
-
-if TYPE_CHECKING:
-    from paceline.theory.picture import Picture
-
-PARTS = {
-    "advise": "what the pull did in runs that you made, and what to change",
-    "figures": "all pictures with their numbers, and one page from the control problem to PACE",
-}
+from paceline.runs.terminal import Command, ConfigError, say
 
 EXAMPLES = """examples:
-  paceline theory advise comparison
-      the folder of a comparison, or those of runs with readings of the pull (--telemetry-every)
+  paceline theory advise --lr 4e-3 --steps 4000 --ratio 0.4 --best-lr 2e-3
+      what a control of that strength does to slow changes, and which one is right
   paceline theory figures --out theory
-      half a minute; then open theory/index.html
-
-Each prints its numbers, and draws pictures into the folder --out [theory]."""
+      half a minute; all pictures with their numbers, and a page of them, theory/index.html"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the parts of the command as parsers of their own."""
     parts = parser.add_subparsers(required=True, metavar="PART", dest="part")
-    for name, text in PARTS.items():
-        made = parts.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if name == "advise":
-            made.add_argument("runs", nargs="+", type=Path, help="folders of runs, or that of a comparison")
-            text = "where AdamW with an average is best; without it, looked for among the runs"
-            made.add_argument("--best-lr", type=float, metavar="X", help=text)
-        made.add_argument("--out", type=Path, default=Path("theory"), metavar="FOLDER", help="[theory]")
+    text = "all pictures with their numbers, and one page from the control problem to PACE"
+    made = parts.add_parser("figures", help=text, description=text, allow_abbrev=False)
+    made.add_argument("--out", type=Path, default=Path("theory"), metavar="FOLDER", help="[theory]")
+    text = "what a control does in a run, and what to change"
+    made = parts.add_parser("advise", help=text, description=text, allow_abbrev=False)
+    made.add_argument("--lr", type=float, required=True, metavar="X", help="the learning rate")
+    made.add_argument("--steps", type=int, required=True, metavar="N", help="the steps of the run")
+    text = "R of a typical coordinate: the strength, below 0 for a push"
+    made.add_argument("--ratio", type=float, required=True, metavar="R", help=text)
+    text = "where AdamW with an average is best"
+    made.add_argument("--best-lr", type=float, metavar="X", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the numbers of a part, and draw its pictures."""
+    """Print advice; or the numbers of all pictures, and draw these."""
     if options.part == "advise":
-        from paceline.theory.runs import advise_on
+        from paceline.control.advice import Situation, advise
 
-        lines, picture = advise_on(options.runs, options.best_lr)
-        for line in lines:
-            say(line)
-        _write(picture, options.out)
+        try:
+            names = ("lr", "steps", "ratio", "best_lr")
+            for line in advise(Situation(**{name: getattr(options, name) for name in names})):
+                say(line)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     else:
         from paceline.theory.page import write_page
 
-        write_page(options.out, _write)
+        write_page(options.out)
     return 0
 
 
-def _write(picture: "Picture", folder: Path) -> Path:
-    """Print a picture's numbers, draw it into a folder, and return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for line in (picture.title, *(f"  {line}" for line in picture.table.lines())):
-        say(line)
-    path = picture.draw(folder)
-    say(f"  {path}")
-    return path
-
-
-COMMANDS = (
-    Command(
-        name="theory",
-        help="the theory behind PACE: numbers, pictures, advice on your runs",
-        examples=EXAMPLES,
-        add=add,
-        run=run,
-    ),
-)
+COMMANDS = (Command("theory", "the theory behind PACE: numbers, pictures, advice", EXAMPLES, add, run),)

@@ -102,8 +102,8 @@ td,th{border-color:#33363b}img{background:white}}
 """
 
 
-def write_page(folder: Path, write: Callable[[Picture, Path], Path]) -> None:
-    """Make all pictures, and one page of them; those that need a package that is missing are left out."""
+def write_page(folder: Path) -> None:
+    """Make all pictures, print their numbers, and make one page; what needs a missing package is left out."""
     parts, number = [], 0
     for chapter in CHAPTERS:
         parts.append(f"<h2>{escape(chapter.title)}</h2><p>{escape(' '.join(chapter.text.split()))}</p>")
@@ -117,7 +117,7 @@ def write_page(folder: Path, write: Callable[[Picture, Path], Path]) -> None:
             except ImportError as missing:  # scikit-learn, for real data
                 say(f"  left out: {missing}")
                 continue
-            parts.append(figure(picture, write(picture, folder)))
+            parts.append(figure(picture, _write(picture, folder)))
         parts.append(_errata(chapter.errata.split()))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     text = (
@@ -128,6 +128,16 @@ def write_page(folder: Path, write: Callable[[Picture, Path], Path]) -> None:
     place = folder / "index.html"
     place.write_text(text, encoding="utf-8")
     say(f"page: {place}")
+
+
+def _write(picture: Picture, folder: Path) -> Path:
+    """Print a picture's numbers, draw it into a folder, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for line in (picture.title, *(f"  {line}" for line in picture.table.lines())):
+        say(line)
+    path = picture.draw(folder)
+    say(f"  {path}")
+    return path
 
 
 def _errata(numbers: list[str]) -> str:
