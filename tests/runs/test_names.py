@@ -155,7 +155,9 @@ def group_of(method, **more):
         ("ademamix:alpha_warmup=none", {}, {"alpha_warmup": None, "beta3_warmup": 300}),
         ("ema_nesterov", {}, {"start": 48, "stop": 228}),
         ("ema_nesterov:stop=150,push=0.6", {}, {"start": 48, "stop": 150, "push": 0.6}),
-        ("adamw+push:weight_decay=0.2,strength=0.7", {}, {"weight_decay": 0.2, "control": Control.push(0.7)}),
+        ("adamw+push:weight_decay=0.2", {}, {"weight_decay": 0.2, "control": Control.push(grow=300)}),
+        ("pace+push:strength=0.7,grow=0", {}, {"control": Control.push(0.7)}),
+        ("pace+push", {"horizon": 900}, {"control": Control.push(grow=900)}),
         ("pace:c=1e-2", {}, {"control": Control.paper(1e-2)}),
     ],
 )

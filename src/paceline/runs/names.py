@@ -83,7 +83,7 @@ CONTROLS = {
     "none": _known("with an average", _CONTROL),
     "paper": _known("with the paper's pull", f"c {_CONTROL}"),
     "pull": _known("pull", f"strength {_CONTROL}"),
-    "push": _known("push", f"strength {_CONTROL}"),
+    "push": _known("push", f"strength {_CONTROL}", shares={"grow": 1.0}),
 }
 """Classmethods of `Control`, and their arguments."""
 AVERAGES = {
@@ -271,8 +271,15 @@ class Name:
         return " · ".join([" ".join(words), *map(_average_title, self.averages)])
 
     def arguments(self, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the settings of the base and those of the control in a run of that many steps."""
-        settings = self.optimizer.completed(self.known, steps)
+        """Return the settings of the base and those of the control in a run of that many steps.
+
+        >>> parse("pace+push").arguments(300), parse("pace+push:grow=0").arguments(300)
+        (({}, {'grow': 300}), ({}, {'grow': 0}))
+        """
+        shares = CONTROLS[self.control].shares if self.control else {}
+        settings = self.optimizer.completed(
+            replace(self.known, shares={**self.known.shares, **shares}), steps
+        )
         own = {name: value for name, value in settings.items() if name in self.known.settings}
         return own, {name: value for name, value in settings.items() if name not in own}
 
