@@ -54,7 +54,7 @@ def test_advice_needs_folders_of_runs_with_readings_of_the_pull(capsys):
     assert capsys.readouterr().err == "paceline: nowhere is not a folder\n"
     folder = next((COMPARISON / "runs").glob("adamw-constant*"))
     assert main(["theory", "advise", str(folder)]) == 2
-    assert "--telemetry-every" in capsys.readouterr().err
+    assert "--set telemetry_every" in capsys.readouterr().err
 
 
 @pytest.mark.slow

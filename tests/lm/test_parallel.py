@@ -84,7 +84,7 @@ def test_what_cannot_be_shared_is_refused_before_anyone_is_waited_for(monkeypatc
 
 
 def test_shards_go_with_fsdp2(tmp_path, capsys):
-    assert main(["train", "pretrain", "--out", str(tmp_path), "--steps", "1", "--shards", "2"]) == 2
+    assert main(["train", "pretrain", "--out", str(tmp_path), "--steps", "1", "--set", "shards=2"]) == 2
     assert "it goes with parallel fsdp2" in capsys.readouterr().err
 
 
@@ -314,7 +314,7 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path, words):
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_started_again_by_torchrun_a_run_ends_in_the_same_bits(tmp_path, words, how):
     words, _ = words
-    words = [*words, *LONGER, "--parallel", how, "--dropout", "0.1"]
+    words = [*words, *LONGER, "--parallel", how, "--set", "dropout=0.1"]
     ends = []
     for name, kills in (("whole", 0), ("killed", 1)):
         with torchrun(tmp_path / name, words, "--max-restarts", "1") as process:

@@ -22,7 +22,7 @@ from paceline.studies import plan, plots
 from paceline.studies.compare import METHODS
 
 SMALL = ["--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", "16", "--batch-size", "2"]
-SMALL += ["--steps", "8", "--held-out-samples", "3", "--warmup", "2", "--device", "cpu"]
+SMALL += ["--steps", "8", "--device", "cpu", "--set", "held_out_samples=3", "warmup=2"]
 ALL = (*METHODS, *sorted(set(names.BASES) - set(METHODS)), "adamw/bema", "adamw+push", "adamw@cosine")
 
 
@@ -91,16 +91,14 @@ def test_seeds_differ_in_weights_and_batches(room, tmp_path):
 
 
 @pytest.mark.long
-def test_fine_tuning_is_compared_too_and_models_can_be_kept(room, tmp_path, capfd):
+def test_fine_tuning_is_compared_too(room, tmp_path, capfd):
     write_model(room / "model")
     write_chats(room / "chats.jsonl", count=40)
     begin = ["compare", "--task", "sft", "--out", tmp_path / "c", "--data", room / "chats.jsonl"]
-    begin += ["--model", room / "model", "--length", 64, "--batch-size", 2, "--steps", 4, "--warmup", 1]
-    begin += ["--lr", "1e-3", "--methods", "adamw/ema", "pace", "--keep-models"]
+    begin += ["--model", room / "model", "--length", 64, "--batch-size", 2, "--steps", 4, "--set", "warmup=1"]
+    begin += ["--lr", "1e-3", "--methods", "adamw/ema", "pace"]
     assert main([str(word) for word in begin]) == 0
     assert "one seed shows no direction between PACE and" in capfd.readouterr().out
-    run = next((tmp_path / "c" / "runs").glob("pace-*"))
-    assert main(["export", str(run), str(tmp_path / "model"), "--weights", "average"]) == 0
 
 
 # --- Plans ----------------------------------------------------------------------------------------------
@@ -191,6 +189,7 @@ def test_too_little_data_says_how_much_is_needed():
         (["--seeds", "101"], "seeds is 101; allowed: 1 to 100"),
         (["--time", "soon"], "--time: 'soon'; write it as 90s, 10min or 8h"),
         (["--time", "1h"], "time and steps given"),
+        (["--set", "fork=runs/first@6"], "fork is no setting of all runs; --methods and --lr say what"),
         (["--method", "pace"], "unknown argument '--method' (did you mean --methods?)"),
     ],
 )
@@ -239,7 +238,7 @@ def test_a_method_whose_package_is_missing_is_left_out(room, tmp_path, capfd, mo
 
 @pytest.mark.slow
 def test_a_run_that_diverges_is_reported_and_not_repeated(room, tmp_path, capfd):
-    begin = words(room, tmp_path, "--lr", "1e-3", "1e30", "--methods", "adamw", "--clip-norm", "none")
+    begin = words(room, tmp_path, "--lr", "1e-3", "1e30", "--methods", "adamw", "--set", "clip_norm=none")
     for _ in range(2):
         assert main(begin) == 0
         said = capfd.readouterr().out

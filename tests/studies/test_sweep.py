@@ -21,13 +21,13 @@ from paceline.studies.runs import Named
 from paceline.studies.sweep import Results
 
 SMALL = ["--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", "16", "--batch-size", "2"]
-SMALL += ["--steps", "40", "--evaluate-every", "10", "--held-out-samples", "3", "--warmup", "2"]
-SMALL += ["--device", "cpu", "--cpus-per-run", "1"]
+SMALL += ["--steps", "40", "--device", "cpu", "--set", "held_out_samples=3", "warmup=2"]
 FOUR = ["--lr", "1e-3", "2e-3", "--seed", "1", "--seeds", "2"]
 
 
-def words(room, out, *more):
-    return ["sweep", "--out", str(out), "--data", str(room / "text.txt"), *SMALL, *map(str, more)]
+def words(room, out, *more, every=10):
+    line = ["sweep", "--out", str(out), "--data", str(room / "text.txt"), *SMALL]
+    return [*line, f"evaluate_every={every}", *map(str, more)]
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +148,8 @@ def test_lines_of_runs_that_are_nowhere_else_stay_in_the_file(tmp_path):
 def test_a_wider_sweep_takes_runs_that_are_there_or_were_copied_from_elsewhere(room, undisturbed, tmp_path):
     out = tmp_path / "s"
     shutil.copytree(undisturbed[0] / "runs", out / "runs")
-    more = ["--lr", "1e-3", "2e-3", "4e-3", "--seed", "1", "--evaluate-every", "20"]
-    assert main(words(room, out, *more)) == 0
+    more = ["--lr", "1e-3", "2e-3", "4e-3", "--seed", "1"]
+    assert main(words(room, out, *more, every=20)) == 0
     assert [line["tags"] for line in results_of(out)] == [{"lr": lr} for lr in (1e-3, 2e-3, 4e-3)]
     assert len(begins(out)) == 5 and set(begins(out).values()) == {1}
 
@@ -172,7 +172,7 @@ def test_runs_of_a_file_end_in_any_order_and_are_written_in_theirs(room, tmp_pat
     path.write_text(
         '[[cells]]\nsteps = 60\n[[cells]]\nsteps = 3\nmethod = "pace+push:strength=0.7,power=0.5"\n'
     )
-    line = words(room, tmp_path / "s", "--config", path, "--jobs", 2, "--keep-models")
+    line = words(room, tmp_path / "s", "--config", path, "--jobs", 2)
     at = line.index("--steps")
     del line[at : at + 2]
     assert main(line) == 0
@@ -181,8 +181,6 @@ def test_runs_of_a_file_end_in_any_order_and_are_written_in_theirs(room, tmp_pat
         ({"steps": 60, "method": "pace"}, 60),
         ({"steps": 3, "method": "pace+push:strength=0.7,power=0.5"}, 3),
     ]
-    run = tmp_path / "s" / "runs" / results_of(tmp_path / "s")[1]["name"]
-    assert main(["export", str(run), str(tmp_path / "model"), "--weights", "average"]) == 0
 
 
 # --- What goes wrong ----------------------------------------------------------------------------------
@@ -211,18 +209,7 @@ def test_a_run_that_fails_does_not_stop_the_others_and_is_tried_again(room, undi
 
 @pytest.mark.slow
 def test_runs_that_diverge_are_ended_and_recorded(room, tmp_path, capsys):
-    more = [
-        "--lr",
-        "1e-3",
-        "1",
-        "1e30",
-        "--method",
-        "adamw",
-        "--clip-norm",
-        "none",
-        "--stop-diverged",
-        "2",
-    ]
+    more = ["--set", "clip_norm=none", "--lr", "1e-3", "1", "1e30", "--method", "adamw"]
     for _ in range(2):
         assert main(words(room, tmp_path / "s", *more)) == 0
         good, bad, worst = results_of(tmp_path / "s")
@@ -230,11 +217,8 @@ def test_runs_that_diverge_are_ended_and_recorded(room, tmp_path, capsys):
         assert bad["outcome"] == worst["outcome"] == "diverged"
         assert 20 < bad["ended"] < 40 and worst["ended"] < 5
         assert capsys.readouterr().out.count("1 diverged") == 2
-    assert "more than 2 above that of the first step" in bad["why"] and "loss nan" in worst["why"]
+    assert "more than 1 above that of the first step" in bad["why"] and "loss nan" in worst["why"]
     assert set(begins(tmp_path / "s").values()) == {1}
-    assert main(words(room, tmp_path / "t", "--lr", 1, "--method", "adamw", "--stop-diverged", "off")) == 0
-    (line,) = results_of(tmp_path / "t")
-    assert (line["outcome"], line["ended"]) == ("finished", 40)
 
 
 @pytest.mark.parametrize(
@@ -252,12 +236,7 @@ def test_runs_that_diverge_are_ended_and_recorded(room, tmp_path, capsys):
         ("--seeds 0", "--seeds: '0'; allowed: a whole number, 1 or more"),
         ("--seeds 2 --seed 1 2", "seeds counts from one seed, and seed lists several"),
         ("--jobs 0", "--jobs: '0'; allowed: a whole number, 1 or more"),
-        ("--stop-diverged 0", "--stop-diverged: '0'; allowed: off, or a number above 0"),
-        ("--stop-diverged never", "--stop-diverged: 'never'; allowed: off, or"),
-        ("--engine slurm", "invalid choice: 'slurm'"),
-        ("--gpus-per-run 0.25", "--gpus-per-run is for --engine ray"),
-        ("--ray-address auto", "--ray-address is for --engine ray"),
-        ("--engine ray --gpus-per-run 1.5", "--gpus-per-run: '1.5'; allowed: 0 to 1, or a whole number"),
+        ("--scale gpu", "--scale and --place go with a label"),
         ("--config nowhere.toml", "there is no file nowhere.toml"),
     ],
 )
@@ -341,7 +320,7 @@ sweep.add(parser)
 options = parser.parse_args(sys.argv[1:])
 runs = sweep.asked(options)
 runs += [decayed(one, steps=steps) for one in runs for steps in (20, 40)]
-sys.exit(sweep.perform(in_order(runs), options))
+sys.exit(sweep.perform(in_order(runs), options, ()))
 """
 
 
@@ -394,7 +373,7 @@ def test_a_cluster_that_loses_a_worker_ends_in_the_results_of_one_machine(
     _, expected, _ = undisturbed
     out = tmp_path / "s"
     second = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
-    line = words(room, out, *FOUR, "--engine", "ray", "--ray-address", cluster.address)
+    line = words(room, out, *FOUR, "--ray", cluster.address)
     process = start(line)
     while process.poll() is None and sum(begins(out).values()) < 2:  # one on each worker
         time.sleep(0.02)
@@ -413,7 +392,7 @@ def test_a_cluster_that_loses_a_worker_ends_in_the_results_of_one_machine(
 @pytest.mark.long
 def test_without_a_cluster_it_says_how_to_start_one(tmp_path, capsys):
     pytest.importorskip("ray")
-    line = words(tmp_path, tmp_path / "s", *FOUR, "--engine", "ray", "--ray-address", "127.0.0.1:1")
+    line = words(tmp_path, tmp_path / "s", *FOUR, "--ray", "127.0.0.1:1")
     assert main(line) == 2
     said = capsys.readouterr().err
     assert "no Ray cluster answers at 127.0.0.1:1" in said and "ray start --head" in said

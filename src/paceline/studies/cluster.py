@@ -18,7 +18,7 @@ from paceline.lm.loop import Step
 from paceline.runs.config import ConfigError
 from paceline.runs.run import Interrupted, Notice, interrupts
 from paceline.studies import pool
-from paceline.studies.engine import Workers
+from paceline.studies.engine import Workers, threads_of
 from paceline.studies.pool import Ended, Target
 from paceline.studies.runs import Named
 
@@ -34,19 +34,17 @@ class _Task:
     """Workers lost since the last step forward."""
 
 
-def workers(address: str | None, *, jobs: int | None, cpus: int, gpus: float | None) -> Workers:
-    """Connect to a cluster, and return its workers.
+def workers(address: str | None, jobs: int | None) -> Workers:
+    """Connect to a cluster, and return its workers. A run has one core, or OMP_NUM_THREADS.
 
     Arguments:
         address: that of a cluster. None: RAY_ADDRESS, or a cluster on this machine, or a new one here.
-        jobs: how many runs in parallel. None: as many as there is room for.
-        cpus: threads of a run.
-        gpus: a part of a GPU, or several. None: one if the cluster has any, else none.
+        jobs: how many runs in parallel; they share the GPUs. None: one a GPU, or as there is room for.
     """
     try:
         import ray
     except ImportError:
-        raise ConfigError("--engine ray needs a package: pip install ray") from None
+        raise ConfigError("--ray needs a package: pip install ray") from None
     where = address or os.environ.get("RAY_ADDRESS")
     host, _, port = (where or "").rpartition(":")
     try:
@@ -56,10 +54,10 @@ def workers(address: str | None, *, jobs: int | None, cpus: int, gpus: float | N
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigError(f"no Ray cluster answers at {where} ({why}); start: ray start --head") from None
-    if gpus is None:
-        there: Any = ray.cluster_resources  # which has no types
-        gpus = 1.0 if there().get("GPU", 0) else 0.0
-    return partial(_do_all, ray=ray, jobs=jobs, cpus=cpus, gpus=gpus)
+    there: Any = ray.cluster_resources  # which has no types
+    count = int(there().get("GPU", 0))
+    gpus = 1 / max(1, -(-(jobs or 1) // count)) if count else 0.0
+    return partial(_do_all, ray=ray, jobs=jobs, cpus=threads_of(1), gpus=gpus)
 
 
 def _do_all(

@@ -16,7 +16,7 @@ PARTS = {
 
 EXAMPLES = """examples:
   paceline theory advise comparison
-      the folder of a comparison, or those of runs with readings of the pull (--telemetry-every)
+      the folder of a comparison, or those of runs with readings of the pull (--set telemetry_every=40)
   paceline theory figures --out theory
       half a minute; then open theory/index.html
 

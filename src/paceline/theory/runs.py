@@ -92,7 +92,7 @@ def advise_on(folders: Iterable[Path], best_lr: float | None = None) -> tuple[li
             kinds.setdefault((run.lr, _method(run), run.config["schedule"]), []).append(run)
     if not kinds:
         raise ConfigError(
-            "none of these runs has readings of the pull; train with PACE and --telemetry-every 40"
+            "none of these runs has readings of the pull; train with PACE and --set telemetry_every=40"
         )
     for name in _ALIKE:
         values = {str(run.data.get(name, getattr(run, name, run.config.get(name)))) for run in runs}
