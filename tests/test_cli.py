@@ -615,7 +615,7 @@ def test_runs_that_prepare_the_same_data_at_once_wait_for_each_other(tmp_path, m
 
 def test_a_step_left_out_is_said_at_once():
     said = io.StringIO()
-    screen = display.Screen(Console(file=said))
+    screen = display.Screen(display.Display(Console(file=said)))
     for step in (1, 2):
         screen.take(Step(step=step, loss=math.nan, grad_norm=1.0, lr=0.1, targets=4, skipped=step == 2))
     assert said.getvalue() == "step 2 was left out: loss or gradient is not finite\n"

@@ -282,7 +282,7 @@ def test_flags_win_over_the_file(tmp_path, capsys):
 
 
 def test_a_budget_that_depends_on_the_data_is_listed_as_it_is(tmp_path, capsys):
-    said = listed(capsys, tmp_path / "s", "--epochs", "2", "--lr", "1e-3", "2e-3")
+    said = listed(capsys, tmp_path / "s", "--set", "epochs=2", "--lr", "1e-3", "2e-3")
     assert [row[2:] for row in said[1:3]] == [["2", "epochs", "?"]] * 2
 
 

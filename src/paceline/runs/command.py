@@ -52,7 +52,8 @@ def _train(options: argparse.Namespace) -> int:
     from paceline.runs import display
     from paceline.runs.run import Notice, execute
 
-    with display.shown() as screen:
+    with display.opened() as opened:
+        screen = display.Screen(opened)
         for event in execute(run, options.out, lambda text: screen.take(Notice(text=text))):
             screen.take(event)
     if not own_rank():

@@ -100,7 +100,8 @@ def run(options: argparse.Namespace) -> int:
             say(line)
         failed = {}
         workers = engine.local([one.run for one in plan.runs], plan.jobs)
-        for message in shown(engine.do(plan.runs, options.out, workers), plan.runs, options.out):
+        messages = engine.do(plan.runs, options.out, workers)
+        for message in shown(messages, plan.runs, options.out, tuple(plan.runs[0].tags)):
             match message:
                 case (one, Ended(how="failed" | "refused", text=why)):
                     failed[one.name] = why
