@@ -63,9 +63,22 @@ def test_a_folder_and_its_line_are_the_same_run(tmp_path):
     found = Finished.of_folder(folder_of(tmp_path / "runs" / "a"), tags={"batch": "b"})
     assert (found.lr, found.seed, found["batch"], found.loss) == (0.1, 7, "b", 2.5)
     assert (found.seconds, found.speed, found.start, found.train) == (8.0, 6.0, 9.0, ((1, 9.0), (2, None)))
-    assert write([found], tmp_path / "x.jsonl") == 1
-    assert Finished.read([tmp_path / "x.jsonl"]) == {"a": found}
-    assert "/home/me" not in (tmp_path / "x.jsonl").read_text()
+    write([found, replace(found, name="b")], tmp_path / "x.jsonl")
+    assert Finished.read([tmp_path / "x.jsonl"]) == {"a": found, "b": replace(found, name="b")}
+    text = (tmp_path / "x.jsonl").read_text()
+    assert "/home/me" not in text
+    (tmp_path / "x.jsonl").write_text(text.replace("2.5", "2.4", 1))
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 1 is not what was written"):
+        Finished.read([tmp_path / "x.jsonl"])
+
+
+def test_a_run_that_was_made_longer_has_its_last_steps_and_its_first_horizon(tmp_path):
+    config = {"lr": 0.1, "seed": 7, "steps": 1, "tokens": None, "epochs": None, "horizon": None}
+    longer = Finished.of_folder(folder_of(tmp_path / "a", config=config, steps=1))
+    assert (longer.steps, longer["steps"], longer["horizon"]) == (2, 2, 1)
+    whole = Finished.of_folder(folder_of(tmp_path / "b", config={**config, "steps": 2}))
+    assert (whole.steps, whole["steps"], whole["horizon"]) == (2, 2, None)
+    assert Table.of([longer, whole]).differences() == ({}, {"horizon": ["1", "None"]})
 
 
 def test_runs_are_found_in_and_below_folders(tmp_path):
