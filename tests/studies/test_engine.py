@@ -19,7 +19,7 @@ from paceline.runs.config import ConfigError, Run
 from paceline.runs.records import read
 from paceline.runs.run import DivergedError, execute, has_checkpoint, is_finished
 from paceline.studies.engine import Divergence, do, held
-from paceline.studies.live import Lines, Rows
+from paceline.studies.live import shown
 from paceline.studies.pool import Ended, do_all
 from paceline.studies.runs import Named
 
@@ -279,9 +279,5 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
 def test_a_run_that_had_been_evaluated_before_it_resumed_is_said_to_be_finished(capsys, tmp_path):
     """Its losses were shown by an earlier command."""
     one = Named(name="x", run=Run(steps=5), tags={"lr": 1e-3})
-    lines = Lines(Rows([one], tmp_path))
-    lines.take((one, Ended(how="finished")))
-    assert (
-        capsys.readouterr().out
-        == "0 of 1 runs done\nlr 0.001: finished (1 of 1 runs done, about 0 min left)\n"
-    )
+    assert list(shown([(one, Ended(how="finished"))], [one], tmp_path, ("lr",)))
+    assert capsys.readouterr().out == "0 of 1 runs done\nlr 0.001: finished (1 of 1 runs done)\n"

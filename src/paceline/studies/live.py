@@ -48,7 +48,7 @@ class _Whole:
     def note(self) -> str:
         """Return how many runs are done, and the time that the others take at the speed so far."""
         now, left = self.share(), ""
-        if now - self._before > 0.03:
+        if now - self._before > 0.03 and now < 1:
             minutes = (time.monotonic() - self._began) * (1 - now) / (now - self._before) / 60
             left = f", about {minutes:.0f} min left"
         return f"{self._done:.0f} of {len(self._shares)} runs done{left}"
