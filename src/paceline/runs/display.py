@@ -1,4 +1,4 @@
-"""What is shown of runs: lines, and how far they are: on a terminal a bar, elsewhere a line now and then."""
+"""The display of runs: lines, and how far they are: on a terminal as a bar, elsewhere as a line now and then."""
 
 import sys
 import time
@@ -56,7 +56,7 @@ def opened() -> Iterator[Display]:
 
 @final
 class Screen:
-    """What happens in one run, on a display: its speed, and its latest losses."""
+    """The events of one run, on a display, with its speed and its latest losses."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
