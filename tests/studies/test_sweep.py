@@ -89,7 +89,7 @@ def test_a_line_a_run_in_the_order_of_the_sweep_and_the_best_first(room, undistu
     assert set(begins(out).values()) == {1}  # the same command again runs nothing
     said = capsys.readouterr().out
     assert said.startswith("4 of 4 runs done")
-    rows = [row.split() for row in said[said.index("Best first") :].splitlines()[1:4]]
+    rows = [row.split() for row in said[said.index("Best first") :].splitlines()[2:5]]
     assert rows[0] == ["lr", "loss", "weights", "live", "seeds", "ended"]
     means = {f"{lr:g}": sum(r.loss for r in finished.values() if r.lr == lr) / 2 for lr in (1e-3, 2e-3)}
     assert [row[0] for row in rows[1:]] == sorted(means, key=means.get)

@@ -21,8 +21,8 @@ _SWEEP = f"""{sweep.GRIDS}
 the paper's figures and tables:
   paceline sweep --list --scale gpu
       every label: how many runs it needs, and what they cost; with --out FOLDER, how many are done there
-  paceline sweep fig:135m_grid --scale gpu --out runs/gpu --dry-run
-      list the runs of a figure; without --dry-run they are done, and paceline report draws them
+  paceline sweep fig:135m_grid --scale gpu --out runs/gpu
+      do the runs of a figure, which paceline report then draws
   paceline sweep fig:bema_sf fig:pretrain --scale gpu --out runs/gpu --place chat=smoltalk.jsonl.zst \\
       text=wiki/ text_held_out=wiki-test.txt SmolLM2-135M=models/smollm2
       two figures, with data and a model of this machine instead of the hub's
@@ -77,8 +77,8 @@ def _list(options: argparse.Namespace) -> int:
     from paceline.studies.lines import Finished
 
     found = Finished.read([options.out]) if options.out else {}
-    listing = labels.costs(SCALES[options.scale] if options.scale else labels.scale_of(found), found)
-    for line in (listing.title, listing.caption, "", *listing.lines()):
+    scale = SCALES[options.scale] if options.scale else labels.scale_of(found)
+    for line in labels.costs(scale, found).titled():
         say(line)
     return 0
 
@@ -131,7 +131,7 @@ def _report(options: argparse.Namespace) -> int:
     from paceline.studies.plots import check_installed
 
     check_installed()
-    words = [word for word in options.runs if word == "all" or word.startswith(("fig:", "tab:"))]
+    words = [word for word in options.runs if word.startswith(("fig:", "tab:"))]
     paths = [Path(word) for word in options.runs if word not in words]
     if words:
         return _draw(words, paths, options.out or Path("figures"))
@@ -163,8 +163,7 @@ def _draw(words: Sequence[str], paths: Sequence[Path], folder: Path) -> int:
             for text in odd:
                 say(f"  left out, of other settings than {label} at scale {scale.name}: {text}")
         else:
-            table = labels.TABLES[label](scale)
-            for line in (f"{label}: {table.title}", *table.lines()):
+            for line in labels.TABLES[label](scale).titled():
                 say(line)
     return 0
 

@@ -18,19 +18,17 @@ TAGS = ("model", "method", "schedule", "steps", "lr", "c", "kappa", "uf", "seed"
 
 
 def chosen(words: Iterable[str]) -> list[str]:
-    """Return labels, each once; all of them for "all". What stands before the colon may be left out.
+    """Return labels, each once; all of them for "all".
 
     Raises:
         ConfigError: a word is no label; the nearest is named.
     """
-    found, known = dict[str, None](), {**FIGURES, **TABLES}
+    found, known = dict[str, None](), [*FIGURES, *TABLES]
     for word in words:
-        full = next((label for label in known if word in (label, label.partition(":")[2])), word)
-        if full != "all" and full not in known:
-            full = full if ":" in full else f"fig:{full}"
-            hint = nearest(full, known) or "; paceline sweep --list names all"
+        if word != "all" and word not in known:
+            hint = nearest(word, known) or "; paceline sweep --list names all"
             raise ConfigError(f"the paper has no label {word[:80]!r}{hint}")
-        found |= dict.fromkeys(known if full == "all" else [full])
+        found |= dict.fromkeys(known if word == "all" else [word])
     return list(found)
 
 
@@ -104,7 +102,8 @@ def _hours(one: Named, scale: Scale) -> float:
 def _models(scale: Scale) -> Listing:
     names = ("model", "data", "length", "batch_size", "steps")
     return Listing(
-        title=f"Models and budgets at scale {scale.name}",
+        title="Models and budgets",
+        caption=f"At scale {scale.name}.",
         columns=("in the paper", *names),
         rows=tuple((key, *(text(row.settings[name]) for name in names)) for key, row in scale.models.items()),
         numeric=(False, False, False, True, True, True),
@@ -114,7 +113,8 @@ def _models(scale: Scale) -> Listing:
 def _sweeps(scale: Scale) -> Listing:
     names = ("model", "method", "lr", "c", "kappa", "uf", "schedules", "seeds")
     return Listing(
-        title="What each figure sweeps, at every scale",
+        title="What each figure sweeps",
+        caption="At every scale.",
         columns=("label", *names),
         rows=tuple(
             (label, *(_values(getattr(sweep, name)) for name in names))

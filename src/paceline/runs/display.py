@@ -1,4 +1,4 @@
-"""The display of runs: lines, and how far they are: on a terminal as a bar, elsewhere as a note now and then."""
+"""The display of runs: lines, and how far they are, on a terminal as a bar, elsewhere as a note."""
 
 import sys
 import time

@@ -161,8 +161,7 @@ def perform(
         results.write()
         for message in live.shown(do(runs, options.out, workers, later), runs, options.out, by):
             results.take(message)
-    table = results.table(by)
-    for line in ("", f"{table.title}. {table.caption}", *table.lines()):
+    for line in results.table(by).titled():
         say(line)
     if results.mixed():
         warn("runs of this sweep have seen different data, as a file has changed: do not compare them")
