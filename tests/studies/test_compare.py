@@ -197,6 +197,7 @@ def test_too_little_data_says_how_much_is_needed():
         (["--time", "soon"], "--time: 'soon'; write it as 90s, 10min or 8h"),
         (["--time", "1h"], "time and steps given"),
         (["--set", "fork=runs/first@6"], "fork is no setting of all runs; --methods and --lr say what"),
+        (["--set", "lr=1e-3"], "lr is no setting of all runs"),
         (["--method", "pace"], "unknown argument '--method' (did you mean --methods?)"),
     ],
 )

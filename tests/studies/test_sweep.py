@@ -258,19 +258,7 @@ def test_flags_win_over_the_file(tmp_path, capsys):
     path.write_text(
         'steps = 5\nbatch_size = 4\nseed = [1, 2]\n[grid]\nlr = [1e-3]\nmethod = ["adamw", "sgd"]\n'
     )
-    words = [
-        "--config",
-        str(path),
-        "--batch-size",
-        "3",
-        "--seed",
-        "8",
-        "--seeds",
-        "2",
-        "--lr",
-        "5e-3",
-        "6e-3",
-    ]
+    words = f"--config {path} --batch-size 3 --seed 8 --seeds 2 --lr 5e-3 6e-3".split()
     said = listed(capsys, tmp_path / "s", *words, "--grid", "method", "adamw")
     assert said[0] == ["run", "lr", "seed", "steps", "tokens"]
     assert [row[1:] for row in said[1:5]] == [

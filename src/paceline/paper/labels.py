@@ -47,6 +47,8 @@ def runs_of(labels: Iterable[str], scale: Scale) -> list[Named]:
 
 def scale_of(found: Mapping[str, Finished]) -> Scale:
     """Return the scale of most of these records; without any, the paper's."""
+    if not found:
+        return SCALES["paper"]
     count = {name: sum(one.name in found for one in runs_of(FIGURES, SCALES[name])) for name in SCALES}
     return SCALES[max(count, key=lambda name: count[name])]
 

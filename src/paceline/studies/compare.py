@@ -57,7 +57,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     here = Path("comparison")
     flag("out", "where everything goes [comparison]", type=Path, default=here, metavar="FOLDER")
     flag("methods", f"[{' '.join(METHODS)}]", nargs="+", metavar="METHOD")
-    flag("lr", "learning rates; each method is run at each of them", nargs="+", type=rate, metavar="X")
+    text = "learning rates; each method is run at each of them"
+    flag("lr", text, nargs="+", type=rate, metavar="X", dest="lrs")
     flag("seeds", "seeds per setting [1]", type=count, default=1, metavar="N")
     text = "for everything, e.g. 90s, 10min, 8h: as many steps as fit, not --steps"
     flag("time", text, type=seconds, metavar="10min")
@@ -68,7 +69,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of all runs that file and flags give; flags win."""
     found = config.read_toml(options.config) if options.config else {}
-    found |= {name: value for name, value in flags.settings_given(options).items() if name != "lr"}
+    found |= flags.settings_given(options)
     if chosen := sorted(found.keys() & CHOSEN):
         raise ConfigError(f"{chosen[0]} is no setting of all runs; --methods and --lr say what is compared")
     return found
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     request = Request(
         settings=settings_of(options),
         methods=tuple(options.methods or METHODS),
-        lrs=None if options.lr is None else tuple(options.lr),
+        lrs=None if options.lrs is None else tuple(options.lrs),
         seeds=options.seeds,
         seconds=options.time,
         jobs=options.jobs,
