@@ -105,7 +105,8 @@ def _do(options: argparse.Namespace) -> int:
     later = [one for one in everything.values() if one.run.after and one.run.after[0] in names]
     code = sweep.perform(runs, options, labels.TAGS, later)
     if not options.dry_run:
-        say(f"figures: paceline report {' '.join(wanted)} {options.out / 'results.jsonl'} --out figures")
+        own = f"{' '.join(options.labels)} {options.out / 'results.jsonl'}"
+        say(f"figures: paceline report {own} --out figures")
     return code
 
 
@@ -131,7 +132,7 @@ def _report(options: argparse.Namespace) -> int:
     from paceline.studies.plots import check_installed
 
     check_installed()
-    words = [word for word in options.runs if word.startswith(("fig:", "tab:"))]
+    words = [word for word in options.runs if word == "all" or word.startswith(("fig:", "tab:"))]
     paths = [Path(word) for word in options.runs if word not in words]
     if words:
         return _draw(words, paths, options.out or Path("figures"))
