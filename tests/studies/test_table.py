@@ -188,6 +188,14 @@ def test_a_run_that_diverged_was_as_long_as_the_others_of_a_budget_in_tokens():
     assert "steps" in Table.of([*ended, run(seed=3, steps=12, ended=12)]).differences()[0]
 
 
+def test_forks_of_runs_that_are_not_here_are_named():
+    whole, other = run(), run(seed=2)
+    branch = replace(other, config={**other.config, "fork": f"{whole.name}@5"})
+    assert Table.of([whole, branch]).differences() == ({}, {})
+    elsewhere = replace(other, config={**other.config, "fork": "elsewhere@5"})
+    assert Table.of([whole, elsewhere]).differences() == ({}, {"fork": ["None", "elsewhere@5"]})
+
+
 def test_different_averages_under_one_name_are_not_compared():
     one, other = run(), run(seed=2)
     same = [replace(each, config={**each.config, "averages": ["ema"]}) for each in (one, other)]

@@ -116,6 +116,7 @@ class Table:
     def differences(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """Return in what the runs differ that forbids a comparison, and what is only to be named."""
         seen: dict[str, dict[str, None]] = {}
+        here = {row.name for row in self.rows}
         for row in self.rows:
             facts = {name: value for name, value in row.config.items() if name not in _FREE}
             facts |= {name: row.data.get(name) for name in ("fingerprint", "held_out_fingerprint")}
@@ -124,6 +125,9 @@ class Table:
             own = [text for text in row.config.get("averages") or () if text.startswith(f"{row.returned}=")]
             facts[f"the average of {row.method}"] = own
             facts["hash of the tokenizer"] = row.data.get("tokenizer")
+            # A branch of a run that is here too is that run with another schedule.
+            fork: str | None = row.config.get("fork")
+            facts["fork"] = fork if fork and fork.rpartition("@")[0] not in here else None
             # Of other budgets the config has no steps.
             facts["steps"] = row.ended if row.outcome == "finished" else row.steps
             for name, value in facts.items():
@@ -134,8 +138,18 @@ class Table:
 
 
 _FREE = {"method", "optimizer", "schedule", "averages", "lr", "seed", "telemetry_every", "keep", "keep_steps"}
-_FREE |= {"checkpoint_every", "workers", "skip_nonfinite", "device", "evaluate_every", "fork"}
+_FREE |= {"checkpoint_every", "workers", "skip_nonfinite", "device", "evaluate_every"}
 """Settings that make a method, or change no result."""
-_NAMED = {"clip_norm", "warmup", "horizon", "precision", "compile", "micro_batch_size", "parallel", "shards"}
+_NAMED = {
+    "clip_norm",
+    "warmup",
+    "horizon",
+    "fork",
+    "precision",
+    "compile",
+    "micro_batch_size",
+    "parallel",
+    "shards",
+}
 """Settings that a method may want for itself, or that change a result by rounding alone."""
 _VERSIONS = ("paceline", "commit", "torch", "gpu", "system")
