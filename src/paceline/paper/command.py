@@ -105,8 +105,8 @@ def _do(options: argparse.Namespace) -> int:
     later = [one for one in everything.values() if one.run.after and one.run.after[0] in names]
     code = sweep.perform(runs, options, labels.TAGS, later)
     if not options.dry_run:
-        own = f"{' '.join(options.labels)} {options.out / 'results.jsonl'}"
-        say(f"figures: paceline report {own} --out figures")
+        drawn = f"{' '.join(options.labels)} {options.out / 'results.jsonl'}"
+        say(f"figures: paceline report {drawn} --out figures")
     return code
 
 
