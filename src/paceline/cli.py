@@ -13,14 +13,14 @@ from paceline.bench import command as bench
 from paceline.cost import command as cost
 from paceline.paper import command as paper
 from paceline.runs import command as runs
-from paceline.runs.config import ConfigError, nearest
+from paceline.runs.config import ConfigError, documentation, nearest
 from paceline.runs.terminal import Command, own_rank, printable, warn
-from paceline.studies import compare, sweep
+from paceline.studies import compare
 from paceline.theory import command as theory
 
 COMMANDS: dict[str, Command] = {
     command.name: command
-    for module in (compare, sweep, runs, bench, cost, theory, paper)
+    for module in (compare, paper, runs, bench, cost, theory)
     for command in module.COMMANDS
 }
 
@@ -88,9 +88,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         flag = unknown[0].partition("=")[0]
         known = re.findall(r"--[a-z][\w-]*", parsers[options.command].format_usage())
-        meant = nearest(flag, known)
+        meant, name = nearest(flag, known), flag.removeprefix("--").replace("-", "_")
         if flag == "--task" and options.command == "train":
             meant = "; it is a word: paceline train sft …"
+        elif "--set" in known and name in documentation() and f"{flag}s" not in known:
+            meant = f"; it is a setting without a flag: --set {name}=VALUE"
         raise ConfigError(f"unknown argument {unknown[0][:80]!r}{meant}")
     return options
 

@@ -299,7 +299,7 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path, words):
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_started_again_by_torchrun_a_run_ends_in_the_same_bits(tmp_path, words, how):
     words, _ = words
-    words = [*words, *LONGER, "--parallel", how, "--dropout", "0.1"]
+    words = [*words, *LONGER, "--parallel", how, "--set", "dropout=0.1"]
     ends = []
     for name, kills in (("whole", 0), ("killed", 1)):
         with torchrun(tmp_path / name, words, "--max-restarts", "1") as process:

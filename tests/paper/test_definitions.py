@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.paper.labels import FIGURES, figures, runs_of
+from paceline.paper.labels import FIGURES, TABLES, chosen, runs_of
 from paceline.paper.runs import readings
 from paceline.paper.scales import CPU, GPU, PAPER, SCALES, located
 from paceline.runs.names import ConfigError, parse_spec
@@ -95,7 +95,7 @@ BASELINES = [
 @cache
 def kept(scale_name):
     """The runs of everything by name, which keep the checkpoints that others continue."""
-    return {one.name: one.run for one in runs_of(["all"], SCALES[scale_name])}
+    return {one.name: one.run for one in runs_of(FIGURES, SCALES[scale_name])}
 
 
 @cache
@@ -130,6 +130,17 @@ def everything(scale_name="paper"):
 
 def test_every_figure_of_the_paper_is_there():
     assert set(FIGURES) == LABELS and len(LABELS) == 20
+    assert set(TABLES) == {"tab:models", "tab:hp_per_experiment"}
+
+
+def test_the_tables_say_what_is_run():
+    rows = {row[0]: row for row in TABLES["tab:models"](PAPER).rows}
+    assert {name: (model, data, int(n), int(batch), int(steps)) for name, (_, model, data, n, batch, steps)
+            in rows.items()} == MODELS  # fmt: skip
+    rows = TABLES["tab:hp_per_experiment"](PAPER).rows
+    assert {row[0] for row in rows} == LABELS
+    (row,) = [row for row in rows if row[:3] == ("fig:appendix_pretrain_csweep", "GPT-2-124M", "AdamW")]
+    assert row[3:] == ("0.002", "", "", "", "constant cosine wsd", "0 1 42")
 
 
 @pytest.mark.parametrize("labels, models, strengths, powers, periods", SWEEPS)
@@ -295,17 +306,19 @@ def test_scales_differ_in_model_data_and_budget_only():
 
 
 def test_data_of_this_machine_change_no_name():
-    data = {"text": ("t.jsonl",), "text_held_out": ("v.jsonl",), "chat": ("c.jsonl",), "tulu": ("u.jsonl",)}
-    here = located(PAPER, data=data, models={"qwen3-1.7b": "qwen"})
-    runs = runs_of(["all"], here)
+    data = {"text": ["t.jsonl"], "text_held_out": ["v.jsonl"], "chat": ["c.jsonl"]}
+    here = located(PAPER, data | {"tulu": ["u.jsonl"], "Qwen3-1.7B": ["qwen"]})
+    runs = runs_of(FIGURES, here)
     assert {one.name for one in runs} == everything().keys()
     # At a smaller scale tulu-3 is the same run as the other data, which it therefore reads.
-    small = runs_of(["appendix_tulu_qwen"], located(GPU, data=data))
+    small = runs_of(["fig:appendix_tulu_qwen"], located(GPU, data))
     assert {one.run.data for one in small} == {("c.jsonl",)}
-    with pytest.raises(ConfigError, match="scale cpu fine-tunes no 'gpt3'; there are tiny-chat-model"):
-        located(CPU, models={"gpt3": "x"})
+    with pytest.raises(
+        ConfigError, match="scale cpu has no place 'gpt3'; there are chat, chat_held_out, tin"
+    ):
+        located(CPU, {"gpt3": ["x"]})
 
 
 def test_an_unknown_label_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"no label 'fig:clip_frac' \(did you mean fig:"):
-        figures(["fig:clip_frac"])
+        chosen(["fig:clip_frac"])

@@ -40,7 +40,7 @@ def finished(one, noise):
 @pytest.fixture(scope="module")
 def records():
     noise = random.Random(0)
-    return {one.name: finished(one, noise) for one in runs_of(["all"], PAPER)}
+    return {one.name: finished(one, noise) for one in runs_of(FIGURES, PAPER)}
 
 
 def points(made):

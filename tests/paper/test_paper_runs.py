@@ -1,4 +1,4 @@
-"""`paceline paper` with real runs at the smallest scale: done, listed, drawn; and its mistakes."""
+"""Labels of the paper with real runs at the smallest scale: done, listed, drawn; and mistakes."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from tiny import write_chats, write_model, write_text
 
-from paceline.cli import main, parse
-from paceline.paper import labels
+from paceline.cli import main
+from paceline.paper import command, labels
 from paceline.paper.labels import FIGURES, runs_of
 from paceline.paper.panels import differences, sheet, table_of
 from paceline.paper.scales import CPU, located
@@ -29,8 +29,8 @@ def room(tmp_path_factory):
 
 
 def words(room, *more):
-    line = ["paper", "run", RIVER, "--scale", "cpu", "--out", str(room / "runs"), "--cpus-per-run", "1"]
-    return [*line, "--text", str(room / "text.txt"), *map(str, more)]
+    line = ["sweep", RIVER, "--scale", "cpu", "--out", str(room / "runs")]
+    return [*line, "--place", f"text={room / 'text.txt'}", *map(str, more)]
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +47,21 @@ def test_the_runs_of_a_label_are_done_once_and_listed(room, done, capsys):
     left = {path.parents[1].name for path in room.glob("runs/runs/*/checkpoints/step-*")}
     assert left == {"gpt-0.3m_pace_c0.002_k0.5_u1_lr0.002_constant_20_s42"}
     before = (room / "runs" / "results.jsonl").read_bytes()
-    assert main(words(room, "--evaluate-every", 3, "--micro-batch-size", 1)) == 0  # no other runs
+    assert main(words(room, "--set", "evaluate_every=3", "micro_batch_size=1")) == 0  # no other runs
     said = capsys.readouterr().out
     assert (room / "runs" / "results.jsonl").read_bytes() == before
-    assert f"figures: paceline paper draw {RIVER} --records {room / 'runs' / 'results.jsonl'}" in said
-    assert main(["paper", "list", RIVER, "appendix_tulu_qwen", "--records", str(room / "runs")]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1] == [RIVER, "9", "9", "0.0"]
-    assert rows[2][:3] == ["fig:appendix_tulu_qwen", "26", "0"]
-    assert " ".join(rows[3][:6]) == "each run once, scale cpu 35"
+    assert f"figures: paceline report {RIVER} {room / 'runs' / 'results.jsonl'} --out figures" in said
+    assert main(["sweep", "--list", "--out", str(room / "runs")]) == 0
+    rows = {row[0]: row[1:] for row in map(str.split, capsys.readouterr().out.splitlines()) if row}
+    assert rows[RIVER][:3] == ["9", "9", "0.0"] and rows["fig:appendix_tulu_qwen"][:2] == ["26", "0"]
+    assert rows.keys() >= {*FIGURES, *labels.TABLES} and rows["all"][1] == "9"
 
 
 @pytest.mark.slow
 def test_other_data_under_the_same_names_are_refused(room, done, capsys):
     write_text(room / "other.txt", paragraphs=130)
     line = words(room)
-    line[line.index("--text") + 1] = str(room / "other.txt")
+    line[-1] = f"text={room / 'other.txt'}"
     assert main(line) == 2
     said = capsys.readouterr().err
     assert "holds a run with other settings (data: ['" in said and "or another --out" in said
@@ -71,7 +70,7 @@ def test_other_data_under_the_same_names_are_refused(room, done, capsys):
 @pytest.mark.slow
 def test_a_figure_is_drawn_from_records_without_torch(room, done):
     records = str(room / "runs" / "results.jsonl")
-    line = ["paper", "draw", "appendix_pretrain_river", "--records", records, "--out", str(room / "figures")]
+    line = ["report", RIVER, records, "--out", str(room / "figures")]
     code = f"import sys; from paceline.cli import main; print(main({line!r}), 'torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     stem = str(room / "figures" / "appendix_pretrain_river-cpu")
@@ -84,7 +83,7 @@ def test_a_figure_is_drawn_from_records_without_torch(room, done):
 
 @pytest.mark.slow
 def test_a_branch_is_the_run_with_that_schedule_from_its_first_step(room, done):
-    here = located(CPU, data={"text": (str(room / "text.txt"),)})
+    here = located(CPU, {"text": [str(room / "text.txt")]})
     one = next(
         x for x in runs_of([RIVER], here) if x.name == "gpt-0.3m_pace_c0.003_k0.5_u1_lr0.002_wsd_20_s42"
     )
@@ -102,8 +101,8 @@ def test_a_branch_is_the_run_with_that_schedule_from_its_first_step(room, done):
 def test_an_ema_beside_adamw_is_pace_without_a_pull(room):
     """So c = 0 of the grids needs no run of its own, at any uf."""
     chat, model = write_chats(room / "chat.jsonl"), write_model(room / "tiny-chat-model")
-    here = located(CPU, data={"chat": (str(chat),)}, models={"tiny-chat-model": str(model)})
-    one = next(one for one in runs_of(["135m_grid"], here) if one.tags["method"] == "AdamW")
+    here = located(CPU, {"chat": [str(chat)], "tiny-chat-model": [str(model)]})
+    one = next(one for one in runs_of(["fig:135m_grid"], here) if one.tags["method"] == "AdamW")
     _, _, settings = one.run.method.partition(":")
     alone = replace(one.run, method=f"pace+none:power=0.3,every=5,{settings}", averages=(), keep_steps=())
     for run, name in ((one.run, "beside"), (alone, "alone")):
@@ -120,24 +119,32 @@ def test_an_ema_beside_adamw_is_pace_without_a_pull(room):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("draw fig:nothing", "the paper has no label 'fig:nothing'"),
-        ("draw pretrain --records nowhere", "there is no file or folder nowhere"),
-        ("list --scale tiny", "invalid choice: 'tiny'"),
-        ("run --scale cpu --out s", "LABEL is missing"),
-        ("run pretrain --out s", "--scale is missing, as in paceline paper run fig:pretrain"),
-        ("run pretrain --scale cpu", "--out is missing"),
-        ("run pretrain --scale cpu --out s --lr 1", "unknown argument '--lr'"),
-        ("run pretrain --scale cpu --out s --keep-steps 5", "unknown argument '--keep-steps'"),
-        ("run pretrain --scale cpu --out s --text x.txt", "there is no file or folder 'x.txt'; say where"),
-        ("run 135m_grid --scale cpu --out s", "'chat.jsonl'; say where the data are with --chat"),
-        ("run 135m_grid --scale cpu --out s --chat .", "with --base-model tiny-chat-model=FOLDER"),
-        ("run pretrain --scale gpu --out s --base-model gpt:7m=.", "scale gpu fine-tunes no 'gpt:7m'"),
-        ("run pretrain --scale gpu --out s --base-model SmolLM2-135M=x", "write NAME=FOLDER"),
+        ("report fig:pretrian runs", "no label 'fig:pretrian' (did you mean fig:pretrain?)"),
+        ("report fig:pretrain .", "nothing is finished yet in .: it holds no records.jsonl"),
+        (
+            "report fig:pretrain",
+            "runs are missing, as in paceline report fig:pretrain runs/gpu/results.jsonl",
+        ),
+        ("sweep --list --scale tiny", "invalid choice: 'tiny'"),
+        ("sweep pretrain --scale cpu --out s", "no label 'pretrain' (did you mean fig:pretrain?)"),
+        ("sweep fig:pretrain --out s", "--scale is missing, as in paceline sweep fig:pretrain --scale gpu"),
+        ("sweep fig:pretrain --scale cpu", "--out FOLDER is needed"),
+        ("sweep tab:models --scale cpu --out s", "tab:models has no runs: paceline report tab:models"),
+        ("sweep fig:pretrain --scale cpu --out s --lr 1", "lr is what a label chooses itself; allowed: "),
+        ("sweep fig:pretrain --scale cpu --out s --seeds 2", "seeds is what a label chooses itself"),
+        ("sweep fig:pretrain --scale cpu --out s --set keep_steps=5", "keep_steps is what a label chooses"),
+        ("sweep fig:pretrain --scale cpu --out s --place text=x.txt", "no file or folder 'x.txt'; say where"),
+        (
+            "sweep fig:135m_grid --scale cpu --out s",
+            "'chat.jsonl'; say where yours is, as in --place chat=FILE",
+        ),
+        ("sweep fig:135m_grid --scale cpu --out s --place chat=.", "--place tiny-chat-model=FOLDER"),
+        ("sweep fig:pretrain --scale gpu --out s --place gpt:7m=.", "scale gpu has no place 'gpt:7m'"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_answered_before_anything_is_done(tmp_path, monkeypatch, capsys, line, said):
     monkeypatch.chdir(tmp_path)
-    assert main(["paper", *line.split()]) == 2
+    assert main(line.split()) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1, error
     assert not list(tmp_path.iterdir())
@@ -145,16 +152,15 @@ def test_mistakes_are_answered_before_anything_is_done(tmp_path, monkeypatch, ca
 
 def test_a_dry_run_lists_runs_that_labels_share_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    pair = [RIVER, "appendix_pretrain_kappa_sweep"]
-    assert main(["paper", "run", *pair, "--scale", "cpu", "--out", "s", "--dry-run"]) == 0
+    pair = [RIVER, "fig:appendix_pretrain_kappa_sweep"]
+    place = ["--place", f"text={__file__}"]
+    assert main(["sweep", *pair, "--scale", "cpu", "--out", "s", "--dry-run", *place]) == 0
     rows = [row.split() for row in capsys.readouterr().out.splitlines()]
     names = [row[0] for row in rows if row[0].startswith("gpt-")]
-    own = [{one.name for one in FIGURES[label].runs(CPU)} for label in (RIVER, f"fig:{pair[1]}")]
+    own = [{one.name for one in FIGURES[label].runs(CPU)} for label in pair]
     assert len(names) == len(set(names)) and set(names) == own[0] | own[1] and own[0] & own[1]
-    assert next(row for row in rows if "_adamw_" in row[0] and "_wsd_10_" in row[0])[1:3] == [
-        f"{WHOLE}@8",
-        "2",
-    ]
+    branch = next(row for row in rows if "_adamw_" in row[0] and "_wsd_10_" in row[0])
+    assert branch[-3:-1] == [f"{WHOLE}@8", "2"]
     assert not (tmp_path / "s").exists()
 
 
@@ -163,14 +169,16 @@ def test_places_and_settings_of_the_user_reach_the_runs(tmp_path, monkeypatch):
     for name in ("a.txt", "b.txt", "held.txt", "c.jsonl", "v.jsonl", "t.jsonl", "w.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "smol").mkdir()
-    line = "paper run all --scale paper --out s --text a.txt b.txt --text-held-out held.txt --chat c.jsonl"
-    line += " --chat-held-out v.jsonl --tulu t.jsonl --tulu-held-out w.jsonl --base-model SmolLM2-1.7B=smol"
     asked = {}
-    monkeypatch.setattr(
-        labels.sweep, "perform", lambda runs, options, **more: asked.update(runs=runs, **more)
-    )
-    options = parse([*line.split(), "--device", "cuda:1", "--telemetry-every", "7"])
-    labels.do(labels.figures(["all"]), options, {"device": "cuda:1", "telemetry_every": "7"})
+
+    def perform(runs, options, by, later):
+        asked.update(runs=runs, later=later)
+        return 0
+
+    monkeypatch.setattr(command.sweep, "perform", perform)
+    line = "sweep all --scale paper --out s --place text=a.txt text=b.txt text_held_out=held.txt chat=c.jsonl"
+    line += " chat_held_out=v.jsonl tulu=t.jsonl tulu_held_out=w.jsonl SmolLM2-1.7B=smol"
+    assert main([*line.split(), "--device", "cuda:1", "--set", "telemetry_every=7"]) == 0
     runs = [one.run for one in asked["runs"]]
     assert {(run.data, run.held_out, run.model) for run in runs if "135M" not in run.model} == {
         (("a.txt", "b.txt"), ("held.txt",), "gpt2"),
@@ -183,7 +191,7 @@ def test_places_and_settings_of_the_user_reach_the_runs(tmp_path, monkeypatch):
     assert {run.telemetry_every for run in runs if "pace" in run.method} == {7}
     assert {run.telemetry_every for run in runs if "pace" not in run.method} == {None}
     # Of one label, runs of others that continue its runs are known, so that checkpoints stay.
-    labels.do(labels.figures(["pretrain"]), options, {})
+    assert main(["sweep", "fig:pretrain", "--scale", "paper", "--out", "s"]) == 0
     kept = {(one.name, step) for one in asked["runs"] for step in one.run.keep_steps}
     own = {one.run.after for one in asked["runs"] if one.run.after}
     assert {one.run.after for one in asked["later"]} | own == kept and asked["later"]

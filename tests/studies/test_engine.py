@@ -19,7 +19,7 @@ from paceline.runs.config import ConfigError, Run
 from paceline.runs.records import read
 from paceline.runs.run import DivergedError, execute, has_checkpoint, is_finished
 from paceline.studies.engine import Divergence, do, held
-from paceline.studies.live import Lines, Rows
+from paceline.studies.live import shown
 from paceline.studies.pool import Ended, do_all
 from paceline.studies.runs import Named
 
@@ -112,11 +112,6 @@ def test_checkpoints_stay_for_runs_that_are_done_later(tmp_path):
     assert workers.begun == ["late"] and steps_left(tmp_path, "whole") == []
 
 
-def test_models_that_are_kept_are_all_kept(tmp_path):
-    done(Workers(tmp_path), keep_models=True)
-    assert steps_left(tmp_path, "whole") == [8, 16, 20] and steps_left(tmp_path, "late") == [20]
-
-
 def test_branches_of_a_run_that_failed_have_failed_because_of_it_and_are_tried_again(tmp_path):
     ended = done(workers := Workers(tmp_path, failing=("whole",)))
     assert workers.begun == ["whole", "other"]
@@ -156,30 +151,29 @@ def test_a_run_that_somebody_stopped_is_done_again_before_the_rest(tmp_path):
 # --- Giving up ----------------------------------------------------------------------------------------
 
 
-def ended_at(losses, *, margin=1.0, warmup=0):
-    watch = Divergence(margin=margin, warmup=warmup)
+def ended_at(losses, warmup):
+    watch = Divergence(warmup=warmup)
     steps = len(losses)
     return next((i for i, loss in enumerate(losses, 1) if watch.take(i, steps, loss)), None)
 
 
 @pytest.mark.parametrize(
-    ("losses", "more", "step"),
+    ("losses", "warmup", "step"),
     [
-        ([5 - 0.01 * i for i in range(400)], {}, None),
-        ([5.0] + [5.9] * 399, {}, None),  # within the margin
+        ([5 - 0.01 * i for i in range(400)], 0, None),
+        ([5.0] + [5.9] * 399, 0, None),  # within the margin
         # Smoothed, 7 takes seven steps from 5 to above 6; then a tenth of 400.
-        ([5.0] * 100 + [7.0] * 300, {}, 146),
-        ([5.0] * 100 + [1e30] * 300, {}, 146),  # as far as 2 above, it is cut off
-        ([5.0] * 100 + [1e30] * 35 + [3.0] * 265, {}, None),  # it came back in time
-        ([5.0] + [7.0] * 39, {}, 27),  # of short runs, twenty steps
-        ([5.0] + [7.0] * 399, {"margin": 2.0}, None),
-        ([5.0, *([7.0, None] * 200)][:400], {}, 92),  # steps that were left out do not count
-        ([5.0] + [7.0] * 399, {"warmup": 30}, 70),
-        ([5.0] + [7.0] * 399, {"warmup": 300}, 80),  # the warm-up is a tenth of the run at most
+        ([5.0] * 100 + [7.0] * 300, 0, 146),
+        ([5.0] * 100 + [1e30] * 300, 0, 146),  # as far as 2 above, it is cut off
+        ([5.0] * 100 + [1e30] * 35 + [3.0] * 265, 0, None),  # it came back in time
+        ([5.0] + [7.0] * 39, 0, 27),  # of short runs, twenty steps
+        ([5.0, *([7.0, None] * 200)][:400], 0, 92),  # steps that were left out do not count
+        ([5.0] + [7.0] * 399, 30, 70),
+        ([5.0] + [7.0] * 399, 300, 80),  # the warm-up is a tenth of the run at most
     ],
 )
-def test_a_loss_far_above_the_first_one_for_a_tenth_of_the_run_is_given_up(losses, more, step):
-    assert ended_at(losses, **more) == step
+def test_a_loss_far_above_the_first_one_for_a_tenth_of_the_run_is_given_up(losses, warmup, step):
+    assert ended_at(losses, warmup) == step
 
 
 class Rising:
@@ -285,9 +279,5 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
 def test_a_run_that_had_been_evaluated_before_it_resumed_is_said_to_be_finished(capsys, tmp_path):
     """Its losses were shown by an earlier command."""
     one = Named(name="x", run=Run(steps=5), tags={"lr": 1e-3})
-    lines = Lines(Rows([one], tmp_path))
-    lines.take((one, Ended(how="finished")))
-    assert (
-        capsys.readouterr().out
-        == "0 of 1 runs done\nlr 0.001: finished (1 of 1 runs done, about 0 min left)\n"
-    )
+    assert list(shown([(one, Ended(how="finished"))], [one], tmp_path, ("lr",)))
+    assert capsys.readouterr().out == "0 of 1 runs done\nlr 0.001: finished (1 of 1 runs done)\n"

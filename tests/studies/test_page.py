@@ -1,12 +1,8 @@
 """The page of a comparison: what its charts and tables hold, and how it behaves in a browser."""
 
 import csv
-import os
-import pty
 import re
 import shutil
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -335,16 +331,6 @@ def test_each_part_has_its_files(tmp_path, monkeypatch):
     assert ["AdamW", "returned", "0.004", "diverged", ""] in rows
     with (tmp_path / "results.csv").open(newline="") as file:
         assert tuple(map(tuple, list(csv.reader(file))[1:])) == made.tables[0].rows
-
-
-@pytest.mark.slow
-def test_on_a_terminal_what_takes_long_says_how_far_it_is():
-    code = "from paceline.studies.page import tracked; print(list(tracked(range(9), 'drawing')))"
-    parent, child = pty.openpty()
-    said = subprocess.run([sys.executable, "-c", code], stderr=child, stdout=subprocess.PIPE, check=True)
-    assert said.stdout == b"[0, 1, 2, 3, 4, 5, 6, 7, 8]\n" and b"drawing" in os.read(parent, 9999)
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert said.stderr == b""
 
 
 # --- In a browser ---------------------------------------------------------------------------------------

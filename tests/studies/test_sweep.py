@@ -21,13 +21,13 @@ from paceline.studies.runs import Named
 from paceline.studies.sweep import Results
 
 SMALL = ["--model", "gpt:0.3m", "--tokenizer", "bpe:300", "--length", "16", "--batch-size", "2"]
-SMALL += ["--steps", "40", "--evaluate-every", "10", "--held-out-samples", "3", "--warmup", "2"]
-SMALL += ["--device", "cpu", "--cpus-per-run", "1"]
+SMALL += ["--steps", "40", "--device", "cpu", "--set", "held_out_samples=3", "warmup=2"]
 FOUR = ["--lr", "1e-3", "2e-3", "--seed", "1", "--seeds", "2"]
 
 
-def words(room, out, *more):
-    return ["sweep", "--out", str(out), "--data", str(room / "text.txt"), *SMALL, *map(str, more)]
+def words(room, out, *more, every=10):
+    line = ["sweep", "--out", str(out), "--data", str(room / "text.txt"), *SMALL]
+    return [*line, f"evaluate_every={every}", *map(str, more)]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_line_a_run_in_the_order_of_the_sweep_and_the_best_first(room, undistu
     assert set(begins(out).values()) == {1}  # the same command again runs nothing
     said = capsys.readouterr().out
     assert said.startswith("4 of 4 runs done")
-    rows = [row.split() for row in said[said.index("Best first") :].splitlines()[1:4]]
+    rows = [row.split() for row in said[said.index("Best first") :].splitlines()[2:5]]
     assert rows[0] == ["lr", "loss", "weights", "live", "seeds", "ended"]
     means = {f"{lr:g}": sum(r.loss for r in finished.values() if r.lr == lr) / 2 for lr in (1e-3, 2e-3)}
     assert [row[0] for row in rows[1:]] == sorted(means, key=means.get)
@@ -148,8 +148,8 @@ def test_lines_of_runs_that_are_nowhere_else_stay_in_the_file(tmp_path):
 def test_a_wider_sweep_takes_runs_that_are_there_or_were_copied_from_elsewhere(room, undisturbed, tmp_path):
     out = tmp_path / "s"
     shutil.copytree(undisturbed[0] / "runs", out / "runs")
-    more = ["--lr", "1e-3", "2e-3", "4e-3", "--seed", "1", "--evaluate-every", "20"]
-    assert main(words(room, out, *more)) == 0
+    more = ["--lr", "1e-3", "2e-3", "4e-3", "--seed", "1"]
+    assert main(words(room, out, *more, every=20)) == 0
     assert [line["tags"] for line in results_of(out)] == [{"lr": lr} for lr in (1e-3, 2e-3, 4e-3)]
     assert len(begins(out)) == 5 and set(begins(out).values()) == {1}
 
@@ -172,7 +172,7 @@ def test_runs_of_a_file_end_in_any_order_and_are_written_in_theirs(room, tmp_pat
     path.write_text(
         '[[cells]]\nsteps = 60\n[[cells]]\nsteps = 3\nmethod = "pace+push:strength=0.7,power=0.5"\n'
     )
-    line = words(room, tmp_path / "s", "--config", path, "--jobs", 2, "--keep-models")
+    line = words(room, tmp_path / "s", "--config", path, "--jobs", 2)
     at = line.index("--steps")
     del line[at : at + 2]
     assert main(line) == 0
@@ -181,8 +181,6 @@ def test_runs_of_a_file_end_in_any_order_and_are_written_in_theirs(room, tmp_pat
         ({"steps": 60, "method": "pace"}, 60),
         ({"steps": 3, "method": "pace+push:strength=0.7,power=0.5"}, 3),
     ]
-    run = tmp_path / "s" / "runs" / results_of(tmp_path / "s")[1]["name"]
-    assert main(["export", str(run), str(tmp_path / "model"), "--weights", "average"]) == 0
 
 
 # --- What goes wrong ----------------------------------------------------------------------------------
@@ -211,18 +209,7 @@ def test_a_run_that_fails_does_not_stop_the_others_and_is_tried_again(room, undi
 
 @pytest.mark.slow
 def test_runs_that_diverge_are_ended_and_recorded(room, tmp_path, capsys):
-    more = [
-        "--lr",
-        "1e-3",
-        "1",
-        "1e30",
-        "--method",
-        "adamw",
-        "--clip-norm",
-        "none",
-        "--stop-diverged",
-        "2",
-    ]
+    more = ["--set", "clip_norm=none", "--lr", "1e-3", "1", "1e30", "--method", "adamw"]
     for _ in range(2):
         assert main(words(room, tmp_path / "s", *more)) == 0
         good, bad, worst = results_of(tmp_path / "s")
@@ -230,11 +217,8 @@ def test_runs_that_diverge_are_ended_and_recorded(room, tmp_path, capsys):
         assert bad["outcome"] == worst["outcome"] == "diverged"
         assert 20 < bad["ended"] < 40 and worst["ended"] < 5
         assert capsys.readouterr().out.count("1 diverged") == 2
-    assert "more than 2 above that of the first step" in bad["why"] and "loss nan" in worst["why"]
+    assert "more than 1 above that of the first step" in bad["why"] and "loss nan" in worst["why"]
     assert set(begins(tmp_path / "s").values()) == {1}
-    assert main(words(room, tmp_path / "t", "--lr", 1, "--method", "adamw", "--stop-diverged", "off")) == 0
-    (line,) = results_of(tmp_path / "t")
-    assert (line["outcome"], line["ended"]) == ("finished", 40)
 
 
 @pytest.mark.parametrize(
@@ -252,12 +236,7 @@ def test_runs_that_diverge_are_ended_and_recorded(room, tmp_path, capsys):
         ("--seeds 0", "--seeds: '0'; allowed: a whole number, 1 or more"),
         ("--seeds 2 --seed 1 2", "seeds counts from one seed, and seed lists several"),
         ("--jobs 0", "--jobs: '0'; allowed: a whole number, 1 or more"),
-        ("--stop-diverged 0", "--stop-diverged: '0'; allowed: off, or a number above 0"),
-        ("--stop-diverged never", "--stop-diverged: 'never'; allowed: off, or"),
-        ("--engine slurm", "invalid choice: 'slurm'"),
-        ("--gpus-per-run 0.25", "--gpus-per-run is for --engine ray"),
-        ("--ray-address auto", "--ray-address is for --engine ray"),
-        ("--engine ray --gpus-per-run 1.5", "--gpus-per-run: '1.5'; allowed: 0 to 1, or a whole number"),
+        ("--scale gpu", "--scale and --place go with a label"),
         ("--config nowhere.toml", "there is no file nowhere.toml"),
     ],
 )
@@ -279,19 +258,7 @@ def test_flags_win_over_the_file(tmp_path, capsys):
     path.write_text(
         'steps = 5\nbatch_size = 4\nseed = [1, 2]\n[grid]\nlr = [1e-3]\nmethod = ["adamw", "sgd"]\n'
     )
-    words = [
-        "--config",
-        str(path),
-        "--batch-size",
-        "3",
-        "--seed",
-        "8",
-        "--seeds",
-        "2",
-        "--lr",
-        "5e-3",
-        "6e-3",
-    ]
+    words = f"--config {path} --batch-size 3 --seed 8 --seeds 2 --lr 5e-3 6e-3".split()
     said = listed(capsys, tmp_path / "s", *words, "--grid", "method", "adamw")
     assert said[0] == ["run", "lr", "seed", "steps", "tokens"]
     assert [row[1:] for row in said[1:5]] == [
@@ -303,7 +270,7 @@ def test_flags_win_over_the_file(tmp_path, capsys):
 
 
 def test_a_budget_that_depends_on_the_data_is_listed_as_it_is(tmp_path, capsys):
-    said = listed(capsys, tmp_path / "s", "--epochs", "2", "--lr", "1e-3", "2e-3")
+    said = listed(capsys, tmp_path / "s", "--set", "epochs=2", "--lr", "1e-3", "2e-3")
     assert [row[2:] for row in said[1:3]] == [["2", "epochs", "?"]] * 2
 
 
@@ -311,7 +278,7 @@ def test_a_budget_that_depends_on_the_data_is_listed_as_it_is(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_signal_saves_all_runs_and_a_kill_loses_nothing(room, undisturbed, tmp_path):
+def test_a_signal_saves_all_runs_and_the_same_command_goes_on(room, undisturbed, tmp_path):
     _, expected, _ = undisturbed
     out, line = tmp_path / "s", words(room, tmp_path / "s", *FOUR, "--jobs", 2)
     process = start(line)
@@ -322,12 +289,6 @@ def test_a_signal_saves_all_runs_and_a_kill_loses_nothing(room, undisturbed, tmp
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT and "Traceback" not in said, said
     assert "the same command goes on" in said or "the same command resumes" in said
-    process = start(line)
-    count = len(list(out.glob("runs/*/checkpoints/step-*")))
-    while process.poll() is None and len(list(out.glob("runs/*/checkpoints/step-*"))) == count:
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
     assert main(line) == 0
     check_whole(out, expected)
 
@@ -341,7 +302,7 @@ sweep.add(parser)
 options = parser.parse_args(sys.argv[1:])
 runs = sweep.asked(options)
 runs += [decayed(one, steps=steps) for one in runs for steps in (20, 40)]
-sys.exit(sweep.perform(in_order(runs), options))
+sys.exit(sweep.perform(in_order(runs), options, ()))
 """
 
 
@@ -394,7 +355,7 @@ def test_a_cluster_that_loses_a_worker_ends_in_the_results_of_one_machine(
     _, expected, _ = undisturbed
     out = tmp_path / "s"
     second = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
-    line = words(room, out, *FOUR, "--engine", "ray", "--ray-address", cluster.address)
+    line = words(room, out, *FOUR, "--ray", cluster.address)
     process = start(line)
     while process.poll() is None and sum(begins(out).values()) < 2:  # one on each worker
         time.sleep(0.02)
@@ -413,7 +374,7 @@ def test_a_cluster_that_loses_a_worker_ends_in_the_results_of_one_machine(
 @pytest.mark.long
 def test_without_a_cluster_it_says_how_to_start_one(tmp_path, capsys):
     pytest.importorskip("ray")
-    line = words(tmp_path, tmp_path / "s", *FOUR, "--engine", "ray", "--ray-address", "127.0.0.1:1")
+    line = words(tmp_path, tmp_path / "s", *FOUR, "--ray", "127.0.0.1:1")
     assert main(line) == 2
     said = capsys.readouterr().err
     assert "no Ray cluster answers at 127.0.0.1:1" in said and "ray start --head" in said

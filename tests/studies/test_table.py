@@ -63,9 +63,22 @@ def test_a_folder_and_its_line_are_the_same_run(tmp_path):
     found = Finished.of_folder(folder_of(tmp_path / "runs" / "a"), tags={"batch": "b"})
     assert (found.lr, found.seed, found["batch"], found.loss) == (0.1, 7, "b", 2.5)
     assert (found.seconds, found.speed, found.start, found.train) == (8.0, 6.0, 9.0, ((1, 9.0), (2, None)))
-    assert write([found], tmp_path / "x.jsonl") == 1
-    assert Finished.read([tmp_path / "x.jsonl"]) == {"a": found}
-    assert "/home/me" not in (tmp_path / "x.jsonl").read_text()
+    write([found, replace(found, name="b")], tmp_path / "x.jsonl")
+    assert Finished.read([tmp_path / "x.jsonl"]) == {"a": found, "b": replace(found, name="b")}
+    text = (tmp_path / "x.jsonl").read_text()
+    assert "/home/me" not in text
+    (tmp_path / "x.jsonl").write_text(text.replace("2.5", "2.4", 1))
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 1 is not what was written"):
+        Finished.read([tmp_path / "x.jsonl"])
+
+
+def test_a_run_that_was_made_longer_has_its_last_steps_and_its_first_horizon(tmp_path):
+    config = {"lr": 0.1, "seed": 7, "steps": 1, "tokens": None, "epochs": None, "horizon": None}
+    longer = Finished.of_folder(folder_of(tmp_path / "a", config=config, steps=1))
+    assert (longer.steps, longer["steps"], longer["horizon"]) == (2, 2, 1)
+    whole = Finished.of_folder(folder_of(tmp_path / "b", config={**config, "steps": 2}))
+    assert (whole.steps, whole["steps"], whole["horizon"]) == (2, 2, None)
+    assert Table.of([longer, whole]).differences() == ({}, {"horizon": ["1", "None"]})
 
 
 def test_runs_are_found_in_and_below_folders(tmp_path):
@@ -173,6 +186,14 @@ def test_a_run_that_diverged_was_as_long_as_the_others_of_a_budget_in_tokens():
     ended = [replace(one, config={**one.config, "tokens": 99, "steps": None}) for one in ended]
     assert Table.of(ended).differences() == ({}, {})
     assert "steps" in Table.of([*ended, run(seed=3, steps=12, ended=12)]).differences()[0]
+
+
+def test_forks_of_runs_that_are_not_here_are_named():
+    whole, other = run(), run(seed=2)
+    branch = replace(other, config={**other.config, "fork": f"{whole.name}@5"})
+    assert Table.of([whole, branch]).differences() == ({}, {})
+    elsewhere = replace(other, config={**other.config, "fork": "elsewhere@5"})
+    assert Table.of([whole, elsewhere]).differences() == ({}, {"fork": ["None", "elsewhere@5"]})
 
 
 def test_different_averages_under_one_name_are_not_compared():

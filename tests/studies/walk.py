@@ -18,8 +18,8 @@ import paceline
 from paceline.cli import main
 
 HOME = str(Path(paceline.__file__).parent)
-SMALL = "--model gpt:0.3m --tokenizer bpe:300 --length 16 --batch-size 2 --steps 10 --held-out-samples 3 "
-SMALL += "--warmup 2 --device cpu"
+SMALL = "--model gpt:0.3m --tokenizer bpe:300 --length 16 --batch-size 2 --steps 10 --device cpu "
+SMALL += "--set held_out_samples=3 warmup=2"
 
 
 def is_import(frame: FrameType | None) -> bool:

@@ -55,8 +55,9 @@ class PACE(Optimizer):
 
     What we recommend for pretraining is `PACE(params, lr, control=Control.push(grow=steps))`, with the steps
     of the run: another gain, which is negative and grows, and a second average to return. The parameters hold
-    the live weights, but for `eval()` and blocks of `averaged_weights`; averages are optimizer state. Evaluate
-    the returned one with `averaged_weights`, export it with `averaged_state_dict` or `save_averaged`.
+    the live weights, but for `eval()` and blocks of `averaged_weights`; averages are optimizer state.
+    Evaluate the returned one with `averaged_weights`, export it with `averaged_state_dict` or
+    `save_averaged`.
 
     Arguments:
         params: parameters or parameter groups; any setting below may differ between groups.

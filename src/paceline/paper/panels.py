@@ -20,7 +20,8 @@ from paceline.studies.lines import Finished
 from paceline.studies.looks import Look, look, ordered_look
 from paceline.studies.plots import Line, Plot, Sheet
 from paceline.studies.runs import Named
-from paceline.studies.table import Mean, Table
+from paceline.studies.table import Table
+from paceline.studies.table import along as mean_along
 
 Panel = Callable[[Table, str], Plot]
 """A function of rows and a title."""
@@ -257,12 +258,10 @@ def along(rows: Table, title: str, lots: Lots = METHODS, what: str = "evaluation
         shown += own
         best = own.best("lr", "schedule", "c", "kappa", "uf")
         if best is not None:
-            curves = [dict(_points(row, what)) for row in best if row.is_ended]
-            steps = sorted(set.intersection(*map(set, curves)))
-            means = [mean for step in steps if (mean := Mean.of(one[step] for one in curves)) is not None]
-            y, error = [mean.value for mean in means], [mean.error or 0.0 for mean in means]
-            label = _settings(best) if methods else name
-            lines.append(Line(label=label, look=_look(name, lots), x=steps, y=y, error=error))
+            means = mean_along(_points(row, what) for row in best if row.is_ended)
+            x, y = [step for step, _ in means], [mean.value for _, mean in means]
+            label, error = _settings(best) if methods else name, [mean.error or 0.0 for _, mean in means]
+            lines.append(Line(label=label, look=_look(name, lots), x=x, y=y, error=error))
         elif any(row.is_ended for row in own):
             label = f"{name}: diverged at every setting"
             lines.append(Line(label=label, look=_look(name, lots), x=[], y=[]))
@@ -280,8 +279,9 @@ _Y = {
 def _points(row: Finished, what: str) -> list[tuple[int, float]]:
     if what == "evaluations":
         return row.curve()
-    found = row.train if what == "train" else [(step, said.get("saturated")) for step, said in row.pull]
-    return [(step, value) for step, value in found if value is not None]
+    if what == "pull":
+        return row.readings("saturated")
+    return [(step, value) for step, value in row.train if value is not None]
 
 
 def _end(rows: Table) -> tuple[float | None, float]:

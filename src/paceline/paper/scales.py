@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from paceline.runs.config import ConfigError
+from paceline.runs.config import ConfigError, nearest
 
 
 @final
@@ -113,36 +113,27 @@ CPU = _smaller("cpu", (5, 5), Model("tiny-chat-model", 0.05e6, _TINY_CHAT), Mode
 SCALES = {scale.name: scale for scale in (PAPER, GPU, CPU)}
 
 
-def located(
-    scale: Scale,
-    data: Mapping[str, Sequence[str] | None] | None = None,
-    models: Mapping[str, str] | None = None,
-) -> Scale:
+def located(scale: Scale, places: Mapping[str, Sequence[str]]) -> Scale:
     """Return a scale whose data and models are on this machine instead of the hub. Names of runs stay.
 
-    `data` are files or folders by what they are for: text, chat, tulu, or those with "_held_out" behind.
-    `models` are folders by the model that the scale names, with or without its owner.
+    Places are files or folders by what they are for: text, chat, tulu, those with "_held_out" behind, or the
+    name of a model that is fine-tuned.
 
-    >>> here = located(GPU, data={"text": ("wiki.jsonl.xz",)}, models={"SmolLM2-135M": "smollm2"})
+    >>> here = located(GPU, {"text": ["wiki.jsonl.xz"], "SmolLM2-135M": ["smollm2"]})
     >>> here.models["GPT-2-124M"].settings["data"], here.models["Gemma3-1B"].settings["model"]
     (('wiki.jsonl.xz',), 'smollm2')
     """
-    given = {name: tuple(items) for name, items in (data or {}).items() if items}
-    tuned = {str(row.settings["model"]) for row in scale.models.values() if row.settings.get("task") == "sft"}
-    folders = {}
-    for name, folder in (models or {}).items():
-        found = [full for full in tuned if name.lower() in (full.lower(), full.rpartition("/")[2].lower())]
-        if not found:
-            there = ", ".join(sorted(tuned))
-            raise ConfigError(f"scale {scale.name} fine-tunes no {name[:80]!r}; there are {there}")
-        folders[found[0]] = folder
-    placed = {}
+    known, placed = dict[str, None](), {}
     for key, row in scale.models.items():
+        model, data = str(row.settings["model"]), row.settings["data"]
+        name = model.rpartition("/")[2] if row.settings.get("task") == "sft" else ""
         # By the data: at smaller scales the run on tulu is the one on the other data.
-        tulu = "tulu" in row.settings["data"][0]
-        kind = "text" if row.settings.get("task") != "sft" else "tulu" if tulu else "chat"
-        own: dict[str, Any] = {"model": folders.get(str(row.settings["model"]), row.settings["model"])}
-        own |= {"data": given[kind]} if kind in given else {}
-        own |= {"held_out": given[kind + "_held_out"]} if kind + "_held_out" in given else {}
+        kind = "text" if not name else "tulu" if "tulu" in data[0] else "chat"
+        known |= dict.fromkeys(filter(None, (kind, f"{kind}_held_out", name)))
+        own = {"data": tuple(places.get(kind, data)), "model": places.get(name, [model])[0]}
+        own |= {"held_out": tuple(places.get(f"{kind}_held_out", ()))}
         placed[key] = replace(row, settings={**row.settings, **own})
+    if others := [name for name in places if name not in known]:
+        there = f"{nearest(others[0], known)}; there are {', '.join(known)}"
+        raise ConfigError(f"scale {scale.name} has no place {others[0][:80]!r}{there}")
     return Scale(scale.name, placed)

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from textwrap import wrap
 
 from paceline.runs import config, flags
 from paceline.runs.terminal import Command, own_rank, say
@@ -21,15 +22,23 @@ _TRAIN = """examples:
       --parallel fsdp2
       on eight GPUs, weights and averages in shards (docs/training.md)
 
-Stop it any time (Ctrl-C); run the same command to resume. Settings may also stand in a file
-(--config run.toml), under the same names; flags win over it."""
+Stop it any time (Ctrl-C); run the same command to resume. All settings may stand in a file
+(--config run.toml), under the same names, as batch_size = 16; flags win over it."""
+
+_RARE = frozenset(
+    {"chat_template", "horizon", "activation_checkpointing", "dropout", "keep_steps"}
+    | {"skip_nonfinite", "telemetry_every"}
+)
+"""Settings without a flag of their own."""
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", choices=("pretrain", "sft"))
     parser.add_argument("--out", required=True, type=Path, metavar="RUN", help="the folder of the run")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in a TOML file")
-    flags.add_settings(parser, {"task"})
+    flags.add_settings(parser, config.documentation().keys() - {"task"} - _RARE)
+    lines = [wrap(f"{name}  {flags.described(name)}", 100) for name in sorted(_RARE)]
+    text = "\n".join(line for one in lines for line in (one[0], *(f"    {rest}" for rest in one[1:])))
+    parser.add_argument_group("settings for --set and for files", text)
 
 
 def run_of(options: argparse.Namespace) -> config.Run:
@@ -43,7 +52,8 @@ def _train(options: argparse.Namespace) -> int:
     from paceline.runs import display
     from paceline.runs.run import Notice, execute
 
-    with display.shown() as screen:
+    with display.opened() as opened:
+        screen = display.Screen(opened)
         for event in execute(run, options.out, lambda text: screen.take(Notice(text=text))):
             screen.take(event)
     if not own_rank():

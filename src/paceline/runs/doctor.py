@@ -60,6 +60,8 @@ def _study(folder: Path) -> Findings:
     yield f"{folder}: {len(runs)} runs"
     if (plan := folder / "plan.json").exists():
         yield from _damage(plan, lambda: read_json(plan))
+    if (results := folder / "results.jsonl").exists():
+        yield from _damage(results, lambda: list(records.read(results)))
     for run in runs:
         yield from _run(run)
 

@@ -51,11 +51,9 @@ class Writer:
 
     def write(self, kind: str, content: Mapping[str, Any]) -> None:
         """Append one line."""
-        content = _known({"kind": kind, **content})
-        line = json.dumps(content, ensure_ascii=False, allow_nan=False)[:-1].encode()
-        self._crc = zlib.crc32(line, self._crc)
+        line, self._crc = _sealed(_known({"kind": kind, **content}), self._crc)
         with self._named():
-            self._file.write(line + _SEAL % self._crc)
+            self._file.write(line)
 
     def position(self) -> int:
         """Return the length of the file, now that all of it is on the disk and still under its name."""
@@ -96,6 +94,22 @@ class Nowhere:
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def sealed(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return the content of a file of these lines, which `read` checks."""
+    crc, parts = 0, []
+    for content in lines:
+        line, crc = _sealed(content, crc)
+        parts.append(line)
+    return b"".join(parts)
+
+
+def _sealed(content: Mapping[str, Any], crc: int) -> tuple[bytes, int]:
+    """Return a line that ends in the checksum of all lines up to it, and that checksum."""
+    line = json.dumps(content, ensure_ascii=False, allow_nan=False)[:-1].encode()
+    crc = zlib.crc32(line, crc)
+    return line + _SEAL % crc, crc
 
 
 def _known(value: Any) -> Any:

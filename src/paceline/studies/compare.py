@@ -1,7 +1,5 @@
 """`paceline compare`: several ways to train, next to each other on the same data, and one page on them.
 
-`paceline report` writes that page on any runs: of a comparison, of a sweep, or copied from elsewhere.
-
 .. code-block:: text
 
     FOLDER/plan.json      what is run, and how many in parallel     FOLDER/report.html    what came out
@@ -12,9 +10,9 @@ import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from paceline.runs import flags
+from paceline.runs import config, flags
 from paceline.runs.config import ConfigError
 from paceline.runs.terminal import Command, say, warn
 from paceline.studies.runs import count, rate, refuse_others
@@ -41,20 +39,12 @@ methods: BASE[+CONTROL][:setting=value,…][/AVERAGE][@SCHEDULE], e.g. adamw:wei
   adamw/ema          a longer one, of the same run      pace+push      PACE with a push, as we recommend it
   schedule_free  adamw/bema  lookahead  gpa  ema_nesterov  ademamix  sgd  adamw@cosine  adamw@linear"""
 
-REPORT_EXAMPLES = """examples:
-  paceline report comparison
-      write the page of `paceline compare` again, e.g. while it is running
-  paceline report runs/* --out report
-      any runs of `paceline train` that differ in method, lr and seed only
-  paceline report sweeps/first records/mine.jsonl --out report
-      the runs of a sweep, and lines of runs that were done elsewhere"""
-
 METHODS = ("adamw", "adamw/short_ema", "adamw/ema", "pace+push", "pace", "adamw@wsd", "schedule_free")
 
 # Settings of a run that a comparison chooses for each run, whose runs are each of one process.
 CHOSEN = frozenset(
     {"method", "schedule", "horizon", "averages", "lr", "telemetry_every", "keep", "keep_steps", "fork"}
-    | {"parallel", "shards"}
+    | {"parallel"}
 )
 
 
@@ -67,13 +57,22 @@ def add(parser: argparse.ArgumentParser) -> None:
     here = Path("comparison")
     flag("out", "where everything goes [comparison]", type=Path, default=here, metavar="FOLDER")
     flag("methods", f"[{' '.join(METHODS)}]", nargs="+", metavar="METHOD")
-    flag("lr", "learning rates; each method is run at each of them", nargs="+", type=rate, metavar="X")
+    text = "learning rates; each method is run at each of them"
+    flag("lr", text, nargs="+", type=rate, metavar="X", dest="lrs")
     flag("seeds", "seeds per setting [1]", type=count, default=1, metavar="N")
     text = "for everything, e.g. 90s, 10min, 8h: as many steps as fit, not --steps"
     flag("time", text, type=seconds, metavar="10min")
     flag("jobs", "runs in parallel; without it, as many as fit", type=count, metavar="N")
-    flag("keep-models", "keep the last checkpoint of every run", action="store_true")
-    flags.add_settings(parser, CHOSEN)
+    flags.add_settings(parser, flags.COMMON)
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of all runs that file and flags give; flags win."""
+    found = config.read_toml(options.config) if options.config else {}
+    found |= flags.settings_given(options)
+    if chosen := sorted(found.keys() & CHOSEN):
+        raise ConfigError(f"{chosen[0]} is no setting of all runs; --methods and --lr say what is compared")
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,9 +86,9 @@ def run(options: argparse.Namespace) -> int:
     # All that can be refused is refused before anything is written.
     check_installed()
     request = Request(
-        settings=flags.settings_given(options, CHOSEN),
+        settings=settings_of(options),
         methods=tuple(options.methods or METHODS),
-        lrs=None if options.lr is None else tuple(options.lr),
+        lrs=None if options.lrs is None else tuple(options.lrs),
         seeds=options.seeds,
         seconds=options.time,
         jobs=options.jobs,
@@ -100,13 +99,10 @@ def run(options: argparse.Namespace) -> int:
         refuse_others(plan.runs, options.out)
         for line in announcement(plan, options.out):
             say(line)
-        kept = options.out / "models-kept"  # once asked for, models are kept: their runs may be done already
-        if options.keep_models:
-            kept.touch()
         failed = {}
-        workers = engine.local([one.run for one in plan.runs], plan.jobs, plan.threads)
-        messages = engine.do(plan.runs, options.out, workers, keep_models=kept.exists())
-        for message in shown(messages, plan.runs, options.out):
+        workers = engine.local([one.run for one in plan.runs], plan.jobs)
+        messages = engine.do(plan.runs, options.out, workers)
+        for message in shown(messages, plan.runs, options.out, tuple(plan.runs[0].tags)):
             match message:
                 case (one, Ended(how="failed" | "refused", text=why)):
                     failed[one.name] = why
@@ -156,30 +152,6 @@ def seconds(text: str) -> float:
     return float(found[1]) * units[found[2]]
 
 
-# --- The report -----------------------------------------------------------------------------------------
-
-
-def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `paceline report`."""
-    text = "folders of runs, of a comparison or a sweep, or files of lines"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help=text)
-    text = "where to write it; without it, to a comparison's own folder"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
-
-
-def run_report(options: argparse.Namespace) -> int:
-    """Write the page, and show its tables and its verdict."""
-    from paceline.studies import comparison
-    from paceline.studies.plots import check_installed
-
-    check_installed()
-    found = comparison.read(options.runs)
-    if options.out is None and not (len(options.runs) == 1 and (options.runs[0] / "plan.json").exists()):
-        raise ConfigError("--out FOLDER is needed: where to write the report")
-    comparison.show(found, options.out or options.runs[0])
-    return 1 if found.damaged else 0
-
-
 COMMANDS = (
     Command(
         name="compare",
@@ -187,12 +159,5 @@ COMMANDS = (
         examples=EXAMPLES,
         add=add,
         run=run,
-    ),
-    Command(
-        name="report",
-        help="the page on runs that are there",
-        examples=REPORT_EXAMPLES,
-        add=add_report,
-        run=run_report,
     ),
 )

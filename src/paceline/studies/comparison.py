@@ -10,7 +10,7 @@ from paceline.lm.files import Damaged
 from paceline.runs.config import ConfigError
 from paceline.runs.terminal import say
 from paceline.studies.lines import Finished, files_of, find_runs
-from paceline.studies.page import Page, tracked, write
+from paceline.studies.page import Page, write
 from paceline.studies.panels import charts, rates, reference
 from paceline.studies.runs import folder_of, read_plan
 from paceline.studies.table import Table
@@ -35,7 +35,7 @@ class Found:
 
     def take(self, folders: Sequence[Path]) -> None:
         """Read the runs in folders."""
-        for folder in tracked(folders, "reading runs"):
+        for folder in folders:
             _, timing = files_of(folder)
             try:
                 run = Finished.of_folder(folder)
@@ -73,14 +73,9 @@ def read(paths: Iterable[Path]) -> Found:
 def show(found: Found, folder: Path) -> None:
     """Write the page on runs into a folder, and print its tables and its verdict."""
     page = page_of(found)
-    for table in (table for table in page.tables if table.key in ("results", "cost")):
-        for line in ("", f"{table.title}. {table.caption}", ""):
-            say(line)
-        for line in table.lines():
-            say(line)
-    say("")
-    for text in (*page.warnings, page.verdict):
-        say(text)
+    shown = (table for table in page.tables if table.key in ("results", "cost"))
+    for line in (*(line for table in shown for line in table.titled()), "", *page.warnings, page.verdict):
+        say(line)
     say(f"report: {write(page, folder)}")
 
 

@@ -44,13 +44,12 @@ Workers = Callable[[Target, Iterable[Named | None]], Iterator[Any]]
 AT_ONCE = 4  # runs on CPUs, if nothing else is said
 
 
-def local(runs: Sequence[Run], jobs: int | None = None, threads: int | None = None) -> Workers:
-    """Return the workers of this machine.
+def local(runs: Sequence[Run], jobs: int | None = None) -> Workers:
+    """Return the workers of this machine, which share its cores.
 
     Arguments:
         runs: those to be done; runs that name a GPU get that one, others share all GPUs.
         jobs: how many in parallel. None: one a GPU; without a GPU one a core, at most 4.
-        threads: those of each run. None: all cores are shared.
     """
     import torch
 
@@ -58,7 +57,13 @@ def local(runs: Sequence[Run], jobs: int | None = None, threads: int | None = No
     gpus = [] if named else _gpus(torch.cuda.device_count())
     cores = count_cores()
     jobs = max(1, min(jobs or len(gpus) or min(cores, AT_ONCE), len(runs)))
-    return partial(pool.do_all, jobs=jobs, threads=threads or max(1, cores // jobs), gpus=gpus)
+    return partial(pool.do_all, jobs=jobs, threads=threads_of(cores // jobs), gpus=gpus)
+
+
+def threads_of(share: int) -> int:
+    """Return the threads of a run: OMP_NUM_THREADS if it is set, else its share of the cores."""
+    word = os.environ.get("OMP_NUM_THREADS", "")
+    return int(word) if word.isdigit() and int(word) else max(1, share)
 
 
 def count_cores() -> int:
@@ -96,13 +101,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def do(
-    runs: Sequence[Named],
-    folder: Path,
-    workers: Workers,
-    *,
-    margin: float | None = None,
-    keep_models: bool = False,
-    later: Sequence[Named] = (),
+    runs: Sequence[Named], folder: Path, workers: Workers, later: Sequence[Named] = ()
 ) -> Iterator[Message]:
     """Do all runs that are not done, and yield what happens to each.
 
@@ -110,12 +109,10 @@ def do(
         runs: the study; names are different.
         folder: that of the study, which the caller holds (`held`).
         workers: who does the runs, e.g. `local(…)`.
-        margin: nats by which the training loss may be above its first value (`Divergence`); None: any.
-        keep_models: keep the last checkpoints of every run.
         later: runs that are not done now; checkpoints that they will continue stay.
     """
-    board = _Board(runs, folder, keep_models, later)
-    for message in workers(partial(train, folder, margin), board.orders()):
+    board = _Board(runs, folder, later)
+    for message in workers(partial(train, folder), board.orders()):
         if message is not None and isinstance(message[1], Ended):
             board.settle(*message)
         yield message
@@ -130,13 +127,13 @@ def is_done(folder: Path, name: str) -> bool:
     return place.exists() and place.stat().st_size > 0 and is_finished(run)
 
 
-def train(folder: Path, margin: float | None, one: Named, send: Callable[[object], None]) -> None:
+def train(folder: Path, one: Named, send: Callable[[object], None]) -> None:
     """Do one run, or the rest of it, and send what happens: of its steps a few a second."""
     run = folder_of(folder, one.name)
     if is_finished(run) and not is_done(folder, one.name):
         send(Notice(text=f"{one.name} has lost its records, and is done again"))
         (run / "timing.jsonl").unlink()
-    watch = None if margin is None else Divergence(margin=margin, warmup=one.run.warmup)
+    watch = Divergence(warmup=one.run.warmup)
     for attempt in range(100):
         try:
             spoke = 0.0
@@ -154,10 +151,8 @@ def train(folder: Path, margin: float | None, one: Named, send: Callable[[object
 class _Board:
     """The state of a study: runs that wait, runs that failed, and checkpoints that others still need."""
 
-    def __init__(
-        self, runs: Sequence[Named], folder: Path, keep_models: bool, later: Sequence[Named]
-    ) -> None:
-        self._folder, self._keep_models = folder, keep_models
+    def __init__(self, runs: Sequence[Named], folder: Path, later: Sequence[Named]) -> None:
+        self._folder = folder
         self._names = {one.name for one in runs}
         self._continued = dict[str, list[Named]]()
         for one in (*runs, *later):
@@ -225,13 +220,14 @@ class _Board:
     def clean(self, *names: str) -> None:
         """Drop checkpoints that no run of the study needs any more."""
         for name in names:
-            if not self._keep_models and name in self._names and self._is_done(name):
+            if name in self._names and self._is_done(name):
                 others = [one for one in self._continued.get(name, []) if not self._is_done(one.name)]
                 drop_checkpoints(
                     folder_of(self._folder, name), {one.run.after[1] for one in others if one.run.after}
                 )
 
 
+MARGIN = 1.0  # nats
 SHARE = 0.1  # of the run that it has to last
 LEAST = 20  # steps, of short runs
 SMOOTHING = 0.1  # the share of a new loss in the mean
@@ -239,13 +235,11 @@ SMOOTHING = 0.1  # the share of a new loss in the mean
 
 @dataclass(kw_only=True, slots=True)
 class Divergence:
-    """The smoothed training loss above the first one by more than a margin, in all of a tenth of the run.
+    """The smoothed training loss above the first one by more than a nat, in all of a tenth of the run.
 
     Counted after the warm-up, from losses alone, so that a run that was killed ends at the same step.
     """
 
-    margin: float
-    """Nats."""
     warmup: int
     first: float | None = None
     smoothed: float = 0.0
@@ -254,7 +248,7 @@ class Divergence:
     def take(self, step: int, steps: int, loss: float | None) -> str | None:
         """Take the loss of the next step; return why the run should end, or None.
 
-        >>> watch = Divergence(margin=1.0, warmup=0)
+        >>> watch = Divergence(warmup=0)
         >>> [step for step in range(1, 100) if watch.take(step, 100, 3.0 if step < 50 else 9.0)][0]
         75
         """
@@ -263,12 +257,12 @@ class Divergence:
         if self.first is None:
             self.first = self.smoothed = loss
         # Cut off, so that one enormous loss is not remembered for longer than a high one.
-        self.smoothed += SMOOTHING * (min(loss, self.first + 2 * self.margin) - self.smoothed)
-        high = self.smoothed > self.first + self.margin and step > min(self.warmup, steps // 10)
+        self.smoothed += SMOOTHING * (min(loss, self.first + 2 * MARGIN) - self.smoothed)
+        high = self.smoothed > self.first + MARGIN and step > min(self.warmup, steps // 10)
         self.above = self.above + 1 if high else 0
         if self.above < max(LEAST, SHARE * steps):
             return None
         return (
-            f"training loss {loss:.2f} at step {step}; smoothed, it has been more than {self.margin:g} above "
+            f"training loss {loss:.2f} at step {step}; smoothed, it has been more than {MARGIN:g} above "
             f"that of the first step, {self.first:.2f}, for {self.above} steps"
         )

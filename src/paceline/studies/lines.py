@@ -13,7 +13,6 @@
 This is the only reader of records of runs, in folders and in files.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
@@ -177,6 +176,10 @@ class Finished:
         found = ((step, losses.get(weights or self.returned)) for step, losses in self.evaluations)
         return [(step, loss) for step, loss in found if loss is not None]
 
+    def readings(self, name: str) -> list[tuple[int, float]]:
+        """Return what the control did, by one of its measures, at each reading."""
+        return [(step, value) for step, read in self.pull if (value := read.get(name)) is not None]
+
     def each(self) -> "Iterator[Finished]":
         """Yield a row for each method that the run stands for."""
         for method, weights in self.methods.items():
@@ -193,11 +196,9 @@ class Finished:
         return line
 
 
-def write(runs: Iterable[Finished], path: Path) -> int:
-    """Write the lines of runs to a file; return how many."""
-    texts = [json.dumps(run.as_line(), ensure_ascii=False, allow_nan=False) + "\n" for run in runs]
-    write_atomically(path, "".join(texts).encode())
-    return len(texts)
+def write(runs: Iterable[Finished], path: Path) -> None:
+    """Write the lines of runs to a file, with checksums."""
+    write_atomically(path, records.sealed(run.as_line() for run in runs))
 
 
 def files_of(run: Path) -> tuple[Path, Path]:
@@ -227,13 +228,19 @@ def _of_records(
 ) -> Finished:
     about, of_kind = lines[0], {kind: [r for r in lines if r["kind"] == kind] for kind in _KINDS}
     steps = [(step["step"], _rounded(step["loss"])) for step in of_kind["step"] if not step.get("skipped")]
-    size = max(1, about["steps"] // _POINTS)
     end = times[-1] if times and times[-1]["kind"] == "end" else {}
+    size = max(1, about["steps"] // _POINTS)
     speeds = [line["tokens_per_second"] for line in times if line.get("tokens_per_second")]
     own, beside = end.get("optimizer_bytes"), end.get("average_bytes", {})
+    config = {key: _without_folders(key, value) for key, value in about["config"].items()}
+    planned = about["steps"]
+    if end.get("outcome") == "finished" and end["step"] > planned:
+        # It was made longer. Warm-up and shares are still those of what it was planned as.
+        config |= {"steps": end["step"], "horizon": planned} | dict.fromkeys(("tokens", "epochs"))
+        planned = end["step"]
     return Finished(
         name=name,
-        config={key: _without_folders(key, value) for key, value in about["config"].items()},
+        config=config,
         methods=about["methods"],
         method=_method_of(about["methods"], about["returned"]),
         returned=about["returned"],
@@ -242,7 +249,7 @@ def _of_records(
         environment=about["environment"],
         data=about["data"],
         parameters=about["parameters"],
-        steps=about["steps"],
+        steps=planned,
         outcome=end.get("outcome", "unfinished"),
         why=end.get("text", ""),
         ended=end.get("step"),

@@ -5,14 +5,14 @@ All text and all charts are in it, so it can be read without scripts. Names come
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from string import Template
-from typing import TypeVar, final
+from typing import final
 from urllib.parse import quote
 
 from paceline.lm.files import write_atomically
@@ -20,8 +20,6 @@ from paceline.studies.looks import COLOURS, GRID, INK, RULE, SOFT, look
 from paceline.studies.panels import Chart
 from paceline.studies.plots import Plot, Sheet, check_installed, draw, draw_plot, style
 from paceline.studies.text import Listing
-
-T = TypeVar("T")
 
 
 @final
@@ -53,7 +51,7 @@ def write(page: Page, folder: Path) -> Path:
         write_atomically(folder / f"{_file(chart)}.csv", _encoded(_numbers(chart).csv()))
     target = folder / "report.html"
     write_atomically(target, _encoded(html(page)))
-    for chart in tracked(page.charts, "drawing pictures"):
+    for chart in page.charts:
         title = chart.plot.title if chart.lr is None else f"{chart.plot.title}, lr {chart.lr:g}"
         # The endings are appended by hand: a rate in the name has a dot.
         draw(
@@ -90,15 +88,6 @@ def _escaped(found: "re.Match[str]") -> str:
     return sign if sign.isprintable() else sign.encode("unicode_escape").decode()
 
 
-def tracked(things: Sequence[T], words: str) -> Iterable[T]:
-    """Return things one by one; on a terminal a bar says how many are left."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(things, words, console=console, transient=True, disable=not console.is_terminal)
-
-
 # --- HTML -----------------------------------------------------------------------------------------------
 
 
@@ -113,7 +102,7 @@ def html(page: Page) -> str:
         first="".join(_table(table, page.methods) for table in page.tables[:1]),
         methods=_methods(page.methods),
         choices=_choices(page),
-        charts="".join(_figure(chart) for chart in tracked(page.charts, "drawing the page")),
+        charts="".join(_figure(chart) for chart in page.charts),
         tables="".join(_table(table, page.methods) for table in page.tables[1:]),
         css=css() + _part("page.css") + _off(len(page.methods)),
         js=_part("page.js"),

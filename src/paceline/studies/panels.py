@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from math import comb
 from typing import final
 
-from paceline.studies.lines import Finished
 from paceline.studies.looks import look
 from paceline.studies.plots import Line, Plot
-from paceline.studies.table import Mean, Table
+from paceline.studies.table import Mean, Table, along
 
 LOSS = "held-out loss (nats a token)"
 
@@ -168,7 +167,7 @@ def _curves(rows: Table, table: Table) -> Chart:
         weights = own.rows[0].returned if len(own) else "live"
         # Live weights of a run with averages next to it are a method of their own.
         for kind in ("live", weights) if weights == "average" else (weights,):
-            points = _over_seeds([dict(row.curve(kind)) for row in own])
+            points = along(row.curve(kind) for row in own)
             lines.append(_line(number, method, points, thin=kind == "live" and weights != "live"))
     return Chart(
         key=f"curves-{_lr(rows)}",
@@ -184,14 +183,6 @@ def _last_quarter(rows: Table, table: Table) -> Chart:
         plot=replace(whole.plot, title="The last quarter", last=True),
         caption="The same, near the end, where methods part.",
     )
-
-
-def _over_seeds(curves: Sequence[dict[int, float]]) -> list[tuple[float, Mean]]:
-    """Return means over seeds, at the steps to which every one of them came."""
-    found = [curve for curve in curves if curve]
-    steps = sorted(set.intersection(*map(set, found))) if found else []
-    means = [(float(step), Mean.of(curve[step] for curve in found)) for step in steps]
-    return [(step, mean) for step, mean in means if mean is not None]
 
 
 def _lr(rows: Table) -> str:
@@ -220,13 +211,9 @@ def _pull(rows: Table, table: Table, name: str, title: str, y_label: str, captio
     lines = []
     for number, method in enumerate(table.values("method")):
         own = [row for row in rows.where(method=method) if row.returned == "average"]  # once a run
-        lines.append(_line(number, method, _over_seeds([_readings(row, name) for row in own])))
+        lines.append(_line(number, method, along(row.readings(name) for row in own)))
     return Chart(
         key=f"{name.replace('_', '-')}-{_lr(rows)}",
         plot=Plot(title=title, lines=_lines(lines), x_label="step", y_label=y_label),
         caption=caption,
     )
-
-
-def _readings(row: Finished, name: str) -> dict[int, float]:
-    return {step: value for step, read in row.pull if (value := read.get(name)) is not None}

@@ -24,7 +24,7 @@ from paceline.runs.config import ConfigError, Run, as_mapping, name_of
 from paceline.runs.methods import MissingPackageError, check_methods, control_of
 from paceline.runs.run import Notice
 from paceline.studies import pool
-from paceline.studies.engine import AT_ONCE, count_cores
+from paceline.studies.engine import AT_ONCE, count_cores, threads_of
 from paceline.studies.runs import Named, read_plan
 
 EVALUATIONS = 20
@@ -106,7 +106,6 @@ class Plan:
 
     runs: tuple[Named, ...]
     jobs: int
-    threads: int
     missing: Mapping[str, str]
     """Methods that cannot be run here, and why."""
     seconds: float
@@ -185,9 +184,9 @@ def make_plan(checked: Checked, folder: Path, tell: Callable[[str], None]) -> Pl
             trial = Trial(**before["trial"])
         except TypeError as error:
             raise ConfigError(f"{folder / 'plan.json'}: {error}; move it away") from None
-        jobs, threads, steps = before["jobs"], before["threads"], before["steps"]
+        jobs, steps = before["jobs"], before["steps"]
     else:
-        trial, jobs, threads, steps = _measured(checked, tell)
+        trial, jobs, steps = _measured(checked, tell)
     planned = replace(checked.base, steps=steps, tokens=None, epochs=None, chinchilla=None)
     check_passes(planned, trial)
     planned = with_evaluations(planned, trial)
@@ -201,36 +200,34 @@ def make_plan(checked: Checked, folder: Path, tell: Callable[[str], None]) -> Pl
         "request": request.as_mapping(),
         "steps": steps,
         "jobs": jobs,
-        "threads": threads,
         "trial": asdict(trial),
         "missing": dict(checked.missing),
         "runs": [one.name for one in runs],
     }
     write_atomically(folder / "plan.json", (json.dumps(chosen, indent=1) + "\n").encode())
     seconds = math.ceil(len(runs) / jobs) * run_seconds(planned, trial)
-    return Plan(runs=runs, jobs=jobs, threads=threads, missing=checked.missing, seconds=seconds, trial=trial)
+    return Plan(runs=runs, jobs=jobs, missing=checked.missing, seconds=seconds, trial=trial)
 
 
-def _measured(checked: Checked, tell: Callable[[str], None]) -> tuple[Trial, int, int, int]:
-    """Return a trial of the heaviest run, how many fit in parallel, threads of each, and steps of each."""
+def _measured(checked: Checked, tell: Callable[[str], None]) -> tuple[Trial, int, int]:
+    """Return a trial of the heaviest run, how many fit in parallel, and steps of each."""
     request, count = checked.request, checked.count
     cores = count_cores()
     jobs = min(request.jobs or min(cores, AT_ONCE), count)
     heaviest = max(checked.variants, key=lambda run: len(run.averages))
     tell(f"trying {heaviest.model} for a few steps")
-    trial = _try(heaviest, 1, max(1, cores // jobs), tell)
+    trial = _try([heaviest], cores // jobs, tell)
     if request.jobs is None:
         jobs = min(jobs, trial.fitting)
-    threads = max(1, cores // jobs)
     if request.seconds is not None and jobs > 1:  # they slow each other down
-        trial = _try(heaviest, jobs, threads, tell)
-    return trial, jobs, threads, steps_of(request, heaviest, trial, count, jobs)
+        trial = _try([heaviest] * jobs, cores // jobs, tell)
+    return trial, jobs, steps_of(request, heaviest, trial, count, jobs)
 
 
-def _try(run: Run, jobs: int, threads: int, tell: Callable[[str], None]) -> Trial:
-    """Take a few steps in that many processes, and return what the slowest of them found."""
+def _try(runs: Sequence[Run], cores: int, tell: Callable[[str], None]) -> Trial:
+    """Take a few steps of runs in parallel, and return what the slowest of them found."""
     trials: list[Trial] = []
-    for message in pool.do_all(measure, [run] * jobs, jobs, threads):
+    for message in pool.do_all(measure, runs, len(runs), threads_of(cores)):
         match message:
             case (_, Notice(text=text)):
                 tell(text)

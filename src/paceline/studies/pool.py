@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, get_all_start_methods, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, final
 
 from paceline.lm.evaluate import NotFiniteError
 from paceline.lm.memory import explain_memory
@@ -36,68 +36,115 @@ class Ended:
 Target = Callable[[Any, Callable[[object], None]], Any]
 
 
+class Crew(Protocol):
+    """Whoever does orders: processes of this machine, or workers of a cluster."""
+
+    def room(self) -> int:
+        """Return how many orders are done in parallel."""
+
+    def begin(self, order: Any) -> None:
+        """Begin an order."""
+
+    def hear(self) -> Iterable[tuple[Any, Any]]:
+        """Return orders and what has come of each, after a quarter of a second at most."""
+
+    def stop(self) -> None:
+        """Ask all to save, and to end."""
+
+    def close(self) -> None:
+        """End what is still at work."""
+
+
+def drive(crew: Crew, orders: Iterable[Any]) -> Iterator[tuple[Any, Any] | None]:
+    """Hand out orders; yield each with what is sent for it, at last an `Ended`.
+
+    A signal stops all of them: they save, and Interrupted is raised. None is yielded while nothing happens.
+    An order that is None says that there is none now, but may be later.
+    """
+    waiting, last, more, is_stopping, at_work = iter(orders), object(), True, False, 0
+    try:
+        with interrupts() as asked:
+            while at_work or (more and not asked()):
+                if asked() and not is_stopping:
+                    is_stopping = True
+                    crew.stop()
+                while more and not asked() and at_work < crew.room():
+                    if (order := next(waiting, last)) is None:
+                        break
+                    if more := order is not last:
+                        crew.begin(order)
+                        at_work += 1
+                yield None
+                for order, message in crew.hear():
+                    if isinstance(message, Ended):
+                        at_work -= 1
+                        if asked() and message.how == "failed":  # it had not come to where it listens
+                            message = Ended(how="stopped")
+                    yield order, message
+        if asked():
+            raise Interrupted(asked(), None)
+    finally:
+        crew.close()
+
+
 def do_all(
     target: Target, orders: Iterable[Any], jobs: int, threads: int, gpus: Sequence[str] = ()
 ) -> Iterator[tuple[Any, Any] | None]:
-    """Call `target` with each order; yield each order with what is sent for it, at last an `Ended`.
-
-    A signal stops all of them: they save, and Interrupted is raised. None is yielded while nothing happens.
+    """Call `target` with each order in a process of its own, as `drive` does.
 
     Arguments:
         target: a function that the processes can import.
-        orders: taken when there is room; one that is None says that there is none now, but may be later.
+        orders: as in `drive`.
         jobs: how many processes there are in parallel.
         threads: those of each process.
         gpus: names as in CUDA_VISIBLE_DEVICES; each process sees one of them. Empty: what this process sees.
     """
-    # A server that has imported everything forks in no time; where there is none, each child imports it.
-    context: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-    if context.get_start_method() == "forkserver":
-        # The second is imported by the first optimizer of every process, and takes seconds.
-        context.set_forkserver_preload([__name__, "torch._dynamo"])
-    waiting, more = iter(orders), True
-    at_work = dict[Connection, tuple[Any, BaseProcess, int]]()
-    signalled = False
-    try:
-        with interrupts() as asked:
-            while at_work or (more and not asked()):
-                if asked() and not signalled:
-                    signalled = True
-                    for _, process, _ in at_work.values():
-                        _signal(process, signal.SIGTERM)
-                while more and len(at_work) < jobs and not asked():
-                    try:
-                        order = next(waiting)
-                    except StopIteration:
-                        more = False
-                        break
-                    if order is None:
-                        break
-                    place = min(set(range(jobs)) - {place for _, _, place in at_work.values()})
-                    gpu = gpus[place % len(gpus)] if gpus else None
-                    ours, theirs = context.Pipe()
-                    process = context.Process(target=_work, args=(target, order, threads, gpu, theirs))
-                    process.start()
-                    theirs.close()
-                    at_work[ours] = order, process, place
-                ready = connection.wait(list(at_work), timeout=0.25)
-                for ours in ready:
-                    assert isinstance(ours, Connection)
-                    order, process, _ = at_work[ours]
-                    message = _receive(ours, process)
-                    if isinstance(message, Ended):
-                        if asked() and message.how == "failed":  # it had not come to where it listens
-                            message = Ended(how="stopped")
-                        process.join()
-                        ours.close()
-                        del at_work[ours]
-                    yield order, message
-                if not ready:
-                    yield None
-        if asked():
-            raise Interrupted(asked(), None)
-    finally:
-        for ours, (_, process, _) in at_work.items():
+    return drive(_Processes(target, jobs, threads, gpus), orders)
+
+
+@final
+class _Processes:
+    """A crew of processes, each in a place of its own, which says what GPU it has."""
+
+    def __init__(self, target: Target, jobs: int, threads: int, gpus: Sequence[str]) -> None:
+        self._target, self._jobs, self._threads, self._gpus = target, jobs, threads, gpus
+        # A server that has imported everything forks in no time; without one, each child imports it.
+        self._context: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+        if self._context.get_start_method() == "forkserver":
+            # The second is imported by the first optimizer of every process, and takes seconds.
+            self._context.set_forkserver_preload([__name__, "torch._dynamo"])
+        self._at_work = dict[Connection, tuple[Any, BaseProcess, int]]()
+
+    def room(self) -> int:
+        return self._jobs
+
+    def begin(self, order: Any) -> None:
+        place = min(set(range(self._jobs)) - {place for _, _, place in self._at_work.values()})
+        gpu = self._gpus[place % len(self._gpus)] if self._gpus else None
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(self._target, order, self._threads, gpu, theirs))
+        process.start()
+        theirs.close()
+        self._at_work[ours] = order, process, place
+
+    def hear(self) -> Iterator[tuple[Any, Any]]:
+        for ours in connection.wait(list(self._at_work), timeout=0.25):
+            assert isinstance(ours, Connection)
+            order, process, _ = self._at_work[ours]
+            message = _receive(ours, process)
+            if isinstance(message, Ended):
+                process.join()
+                ours.close()
+                del self._at_work[ours]
+            yield order, message
+
+    def stop(self) -> None:
+        for _, process, _ in self._at_work.values():
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        for ours, (_, process, _) in self._at_work.items():
             ours.close()  # which ends it
             process.join()
 
@@ -115,11 +162,6 @@ def _receive(ours: Connection, process: BaseProcess) -> object:
             else ""
         )
         return Ended(how="failed", text=f"its process ended {why}{hint}")
-
-
-def _signal(process: BaseProcess, number: int) -> None:
-    if process.pid is not None and process.is_alive():
-        os.kill(process.pid, number)
 
 
 # --- In the child -------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def folder_of(study: Path, name: str) -> Path:
     return study / "runs" / name
 
 
-_PLANNED = {"request": dict, "steps": int, "jobs": int, "threads": int, "trial": dict}
+_PLANNED = {"request": dict, "steps": int, "jobs": int, "trial": dict}
 _PLANNED |= {"missing": dict, "runs": list}
 """What `plan.json` holds (studies/plan.py)."""
 _WORDS = {dict: "an object", int: "a whole number", list: "a list"}

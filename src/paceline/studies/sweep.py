@@ -7,22 +7,22 @@
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.runs import config, flags
 from paceline.runs.config import ConfigError, Run, nearest
-from paceline.runs.terminal import Command, say, warn
+from paceline.runs.terminal import say, warn
 from paceline.studies.lines import Finished, write
 from paceline.studies.runs import SEVERAL, Named, count, folder_of, grid, rate, read, refuse_others, text
 from paceline.studies.table import Mean
 from paceline.studies.text import Listing
 
 if TYPE_CHECKING:
-    from paceline.studies.engine import Message, Workers
+    from paceline.studies.engine import Message
 
-EXAMPLES = """examples:
+GRIDS = """examples:
   paceline sweep --out sweeps/first --model gpt:1m --steps 300 --seeds 3 --lr 1e-3 2e-3 4e-3 \\
       --method adamw pace pace+push:strength=0.7,power=0.5
       27 runs: all combinations of three methods, three rates and three seeds
@@ -30,9 +30,8 @@ EXAMPLES = """examples:
       seeds of your choice
   paceline sweep --out sweeps/mine --config mine.toml --jobs 4 --dry-run
       list the runs that a file describes; without --dry-run they are done, four in parallel
-  paceline sweep --out /shared/mine --config mine.toml --engine ray --ray-address 10.0.0.1:6379 \\
-      --gpus-per-run 0.5
-      the same on a Ray cluster, two runs a GPU; every node sees the folder under this name
+  paceline sweep --out /shared/mine --config mine.toml --ray 10.0.0.1:6379
+      the same on a Ray cluster; every node sees the folder under this name
 
 mine.toml has the settings of `paceline train`, and what is swept:
   model = "gpt:1m"
@@ -55,8 +54,14 @@ first. Runs that were done elsewhere count once they are copied to FOLDER/runs."
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add all flags: those of the list of runs, of the engine, and the settings of a run."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings, seeds, grid and cells in TOML")
+    """Add all flags: where, how many in parallel, the list of runs, and the settings of a run."""
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="the folder of the runs")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs, and do none")
+    parser.add_argument(
+        "--jobs", type=count, metavar="N", help="runs in parallel [one a GPU; on CPUs one a core, up to 4]"
+    )
+    text = "on a Ray cluster: this one; auto: RAY_ADDRESS, or the one here, or a new one"
+    parser.add_argument("--ray", metavar="HOST:PORT|auto", help=text)
     for name, metavar in zip(SEVERAL, ("METHOD", "X"), strict=True):
         text = f"one or several. {config.documentation()[name]}".replace("%", "%%")
         kind = rate if name == "lr" else str
@@ -64,71 +69,13 @@ def add(parser: argparse.ArgumentParser) -> None:
             f"--{name}", nargs="+", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text
         )
     parser.add_argument("--seeds", type=count, metavar="N", help="seeds per setting [1]")
+    text = "the first of them, or a list of all [42]"
+    parser.add_argument("--seed", nargs="+", default=argparse.SUPPRESS, metavar="S", help=text)
+    text = "any other setting and its values; of several settings, all combinations"
     parser.add_argument(
-        "--seed",
-        nargs="+",
-        default=argparse.SUPPRESS,
-        metavar="S",
-        help="the first of them, or a list of all [42]",
+        "--grid", nargs="+", action="append", default=[], metavar=("NAME", "VALUE"), help=text
     )
-    parser.add_argument(
-        "--grid",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="any other setting and its values; of several settings, all combinations",
-    )
-    add_engine(parser)
-    flags.add_settings(parser, {"seed", *SEVERAL})
-
-
-def add_engine(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the flags that `perform` needs: where, how many in parallel, and what is kept."""
-    parser.add_argument(
-        "--out", required=required, type=Path, metavar="FOLDER", help="the folder of the runs"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="list the runs, and do none")
-    parser.add_argument(
-        "--jobs", type=count, metavar="N", help="runs in parallel [one a GPU; on CPUs one a core, up to 4]"
-    )
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="[local: this machine]")
-    parser.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="[RAY_ADDRESS, or the cluster here, or a new one]"
-    )
-    parser.add_argument("--cpus-per-run", type=count, metavar="N", help="[all cores are shared; ray: 1]")
-    parser.add_argument(
-        "--gpus-per-run", type=_part, metavar="X", help="ray: e.g. 0.25, four a GPU [1 if any]"
-    )
-    parser.add_argument(
-        "--stop-diverged",
-        type=_nats,
-        default=1.0,
-        metavar="NATS|off",
-        help="end a run whose smoothed training loss was that far above its first for a tenth of the run [1]",
-    )
-    parser.add_argument("--keep-models", action="store_true", help="keep the last checkpoints of every run")
-
-
-def _nats(word: str) -> float | None:
-    number = None if word == "off" else _number(word)
-    if number is not None and not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: off, or a number above 0")
-    return number
-
-
-def _part(word: str) -> float:
-    number = _number(word)
-    if not 0 <= number < float("inf") or (number > 1 and number != int(number)):
-        raise argparse.ArgumentTypeError(f"{word[:80]!r}; allowed: 0 to 1, or a whole number")
-    return number
-
-
-def _number(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        return float("nan")
+    flags.add_settings(parser, flags.COMMON)
 
 
 def grid_of(words: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
@@ -174,85 +121,54 @@ def asked(options: argparse.Namespace) -> list[Named]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do the runs that are asked for."""
+    """Do the runs that are asked for; return 1 if one could not be done."""
     runs = asked(options)
     from paceline.runs.methods import check_methods
 
     methods = ((r.run.method, r.run.schedule, r.run.averages, r.run.telemetry_every) for r in runs)
     for one in dict(zip(methods, runs, strict=True)).values():
         check_methods(one.run)
-    return perform(runs, options, by=tuple(runs[0].tags))
+    return perform(runs, options, tuple(runs[0].tags))
 
 
 def perform(
-    runs: Sequence[Named],
-    options: argparse.Namespace,
-    *,
-    by: Sequence[str] = (),
-    later: Sequence[Named] = (),
-    show: "Callable[[Results], None] | None" = None,
+    runs: Sequence[Named], options: argparse.Namespace, by: Sequence[str], later: Sequence[Named] = ()
 ) -> int:
     """Do runs, show what happens and what came out; return 1 if a run could not be done.
 
     Arguments:
         runs: all of them; those that are done already are only shown.
-        options: those of `add_engine`.
+        options: those of `add`.
         by: the tags that tell the runs apart; without any, runs go by their names.
         later: runs that are not done now; checkpoints that they will continue stay.
-        show: says what came out; without it, a table, best first.
     """
+    if options.out is None:
+        raise ConfigError("--out FOLDER is needed: where the runs go")
     refuse_others(runs, options.out)
-    _check_engine(options)  # mistakes show before torch is imported
     from paceline.studies import live
-    from paceline.studies.engine import do, held
+    from paceline.studies.engine import do, held, local
 
     if options.dry_run:
         return _list(runs, options.out, by)
-    # A cluster that is not there is said before anything is written.
-    workers = _workers(options, [one.run for one in runs])
+    if options.ray is None:
+        workers = local([one.run for one in runs], options.jobs)
+    else:  # a cluster that is not there is said before anything is written
+        from paceline.studies import cluster
+
+        workers = cluster.workers(None if options.ray == "auto" else options.ray, options.jobs)
     with held(options.out):
         results = Results(options.out, runs)
         results.write()
-        events = do(
-            runs,
-            options.out,
-            workers,
-            margin=options.stop_diverged,
-            keep_models=options.keep_models,
-            later=later,
-        )
-        for message in live.shown(events, runs, options.out, by):
+        for message in live.shown(do(runs, options.out, workers, later), runs, options.out, by):
             results.take(message)
-    say("")
-    if show is None:
-        _show(results.table(by))
-    else:
-        show(results)
+    for line in results.table(by).titled():
+        say(line)
     if results.mixed():
         warn("runs of this sweep have seen different data, as a file has changed: do not compare them")
     say(f"results: {results.path}")
     for name, why in results.failed.items():
         warn(f"{name}: {why}")
     return 1 if results.failed else 0
-
-
-def _check_engine(options: argparse.Namespace) -> None:
-    for flag in ("ray_address", "gpus_per_run"):
-        if options.engine == "local" and getattr(options, flag) is not None:
-            name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} is for --engine ray; here --jobs says how many share a GPU")
-
-
-def _workers(options: argparse.Namespace, runs: Sequence[Run]) -> "Workers":
-    if options.engine == "local":
-        from paceline.studies import engine
-
-        return engine.local(runs, options.jobs, options.cpus_per_run)
-    from paceline.studies import cluster
-
-    return cluster.workers(
-        options.ray_address, jobs=options.jobs, cpus=options.cpus_per_run or 1, gpus=options.gpus_per_run
-    )
 
 
 def _list(runs: Sequence[Named], folder: Path, by: Sequence[str]) -> int:
@@ -289,12 +205,6 @@ def _size(run: Run) -> tuple[str, str]:
         return f"{run.chinchilla:g} chinchilla", "?"
     steps = steps_of(run, 0, 0) - (run.after[1] if run.after else 0)
     return f"{steps:,}", f"{steps * run.batch_size * run.length:,}"
-
-
-def _show(table: Listing) -> None:
-    say(f"{table.title}. {table.caption}")
-    for line in table.lines():
-        say(line)
 
 
 # --- Results ------------------------------------------------------------------------------------------
@@ -386,14 +296,3 @@ class Results:
         )
         order = loss is None, len(known) < len(names), loss.value if loss else 0.0
         return order, (*key, *shown)
-
-
-COMMANDS = (
-    Command(
-        name="sweep",
-        help="grids, lists and seeds of training runs, here or on a Ray cluster",
-        examples=EXAMPLES,
-        add=add,
-        run=run,
-    ),
-)

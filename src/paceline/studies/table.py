@@ -43,6 +43,17 @@ class Mean:
         return f"{self.value:.{digits}f}" + ("" if self.error is None else f" ± {self.error:.{digits}f}")
 
 
+def along(curves: Iterable[Iterable[tuple[int, float]]]) -> list[tuple[int, Mean]]:
+    """Return the mean over curves at each step to which every one of them came; empty ones do not count.
+
+    >>> along([[(1, 4.0), (2, 3.0)], [(1, 5.0)], []])
+    [(1, Mean(value=4.5, error=0.5, n=2))]
+    """
+    found = [each for curve in curves if (each := dict(curve))]
+    steps = sorted(set.intersection(*map(set, found))) if found else []
+    return [(step, mean) for step in steps if (mean := Mean.of(curve[step] for curve in found))]
+
+
 @final
 @dataclass(frozen=True)
 class Table:
@@ -105,6 +116,7 @@ class Table:
     def differences(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """Return in what the runs differ that forbids a comparison, and what is only to be named."""
         seen: dict[str, dict[str, None]] = {}
+        here = {row.name for row in self.rows}
         for row in self.rows:
             facts = {name: value for name, value in row.config.items() if name not in _FREE}
             facts |= {name: row.data.get(name) for name in ("fingerprint", "held_out_fingerprint")}
@@ -113,7 +125,10 @@ class Table:
             own = [text for text in row.config.get("averages") or () if text.startswith(f"{row.returned}=")]
             facts[f"the average of {row.method}"] = own
             facts["hash of the tokenizer"] = row.data.get("tokenizer")
-            # A run may have been made longer, and of other budgets the config has no steps.
+            # A branch of a run that is here too is that run with another schedule.
+            fork: str | None = row.config.get("fork")
+            facts["fork"] = fork if fork and fork.rpartition("@")[0] not in here else None
+            # Of other budgets the config has no steps.
             facts["steps"] = row.ended if row.outcome == "finished" else row.steps
             for name, value in facts.items():
                 seen.setdefault(name, {})[str(value)] = None
@@ -123,8 +138,17 @@ class Table:
 
 
 _FREE = {"method", "optimizer", "schedule", "averages", "lr", "seed", "telemetry_every", "keep", "keep_steps"}
-_FREE |= {"checkpoint_every", "workers", "skip_nonfinite", "device", "evaluate_every", "fork"}
+_FREE |= {"checkpoint_every", "workers", "skip_nonfinite", "device", "evaluate_every"}
 """Settings that make a method, or change no result."""
-_NAMED = {"clip_norm", "warmup", "precision", "compile", "micro_batch_size", "parallel", "shards"}
+_NAMED = {
+    "clip_norm",
+    "warmup",
+    "horizon",
+    "fork",
+    "precision",
+    "compile",
+    "micro_batch_size",
+    "parallel",
+}
 """Settings that a method may want for itself, or that change a result by rounding alone."""
 _VERSIONS = ("paceline", "commit", "torch", "gpu", "system")

@@ -37,6 +37,10 @@ class Listing:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  ".join(_set(row, widths, self.is_numeric)).rstrip() for row in rows]
 
+    def titled(self) -> list[str]:
+        """Return the table for a terminal, below its title and caption."""
+        return ["", f"{self.title}. {self.caption}", "", *self.lines()]
+
     def markdown(self) -> str:
         """Return the table in Markdown.
 
