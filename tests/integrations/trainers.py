@@ -105,6 +105,7 @@ def with_transformers(run: Run, trl: str = "") -> Watch:
     def build(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = run.build([p for p in model.parameters() if p.requires_grad])
         watches.append(Watch(model, optimizer, run))
+        watches[0].trainer, watches[0].callback = trainer, ours
         return optimizer
 
     class NotesLosses(TrainerCallback):
@@ -138,7 +139,6 @@ def with_transformers(run: Run, trl: str = "") -> Watch:
     trainer.accelerator.scaler = run.scaler
     trainer.train(resume_from_checkpoint=str(run.folder / f"checkpoint-{SAVED}") if run.resume else None)
     (watch,) = watches
-    watch.trainer, watch.callback = trainer, ours
     if run.best:
         watch.best = int(trainer.state.best_model_checkpoint.rpartition("-")[2])
     return watch
