@@ -191,7 +191,7 @@ def test_lightning_without_the_callback_resumes_from_live_and_warns(tmp_path):
     pytest.importorskip("lightning")
     straight = ROWS["lightning"].train(tmp_path, KINDS["AdamW"])
     with pytest.warns(UserWarning, match="need to be provided .*AveragedModelCallback"):
-        resumed = ROWS["lightning"].train(tmp_path, KINDS["AdamW"], resume=True, averaged=False)
+        resumed = ROWS["lightning"].train(tmp_path, KINDS["AdamW"], resume=SAVED, averaged=False)
     assert same(resumed.live[-1], straight.live[-1])
 
 

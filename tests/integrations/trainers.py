@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from watching import (
     LR,
-    SAVED,
     STEPS,
     TOKENS,
     Row,
@@ -60,7 +63,7 @@ def arguments(run: Run, kind: type, **changes: Any) -> Any:
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
         "save_strategy": "steps" if run.saves else "no",
-        "save_steps": SAVED,
+        "save_steps": run.every,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "report_to": "none",
@@ -137,7 +140,7 @@ def with_transformers(run: Run, trl: str = "") -> Watch:
         **data,
     )
     trainer.accelerator.scaler = run.scaler
-    trainer.train(resume_from_checkpoint=str(run.folder / f"checkpoint-{SAVED}") if run.resume else None)
+    trainer.train(resume_from_checkpoint=str(run.folder / f"checkpoint-{run.resume}") if run.resume else None)
     (watch,) = watches
     if run.best:
         watch.best = int(trainer.state.best_model_checkpoint.rpartition("-")[2])
@@ -217,7 +220,7 @@ def with_lightning(run: Run) -> Watch:
         monitor="loss",
         mode="max",
         save_top_k=-1,
-        every_n_train_steps=None if run.best else SAVED,
+        every_n_train_steps=None if run.best else run.every,
     )
     strategy: Any = "ddp" if run.ranks > 1 else "auto"
     if run.format:
@@ -231,10 +234,11 @@ def with_lightning(run: Run) -> Watch:
     ours = [AveragedModelCallback()] if run.averaged else []
     settings["callbacks"] = [*([saves] if run.saves else []), *ours, *settings.get("callbacks", [])]
     trainer, module = pl.Trainer(default_root_dir=run.folder, **settings), Module()
-    resumed = run.folder / f"step={SAVED}.ckpt" if run.resume else None
+    resumed = run.folder / f"step={run.resume}.ckpt" if run.resume else None
     rows, evaluated = (
         loader_of(share(part, run), size // run.ranks) for part, size in ((TOKENS[:24], 4), (TOKENS[24:], 16))
     )
+    module.evaluated = evaluated
     trainer.fit(module, rows, evaluated, ckpt_path=resumed)
     watch = module.watch
     watch.trainer, watch.module = trainer, module
@@ -256,7 +260,30 @@ def saved_by_lightning(watch: Watch, folder: Path, step: int) -> tuple[Weights, 
     return live or watch.live[step], average
 
 
-# --- Accelerate -----------------------------------------------------------------------------------------
+# --- Loops of one's own: Accelerate, and torch alone ------------------------------------------------------
+
+
+def loop(run: Run, watch: Watch, model: nn.Module, rows: Any, step_on: Any, save: Any) -> Watch:
+    """Train, evaluate and save; `step_on` gets tokens, and returns whether their gradient ended a step."""
+    batches, step = list(rows), run.resume
+    evaluated = share(TOKENS[24:], run)
+    for number in range(run.resume * run.accumulate, STEPS * run.accumulate):
+        if not step_on(batches[number % len(batches)]):
+            continue
+        step += 1
+        model.eval()
+        with torch.no_grad():
+            if step % 4 == 1:
+                with watch.asks_for_live():
+                    watch.note_loss("live", loss_of(model, evaluated))
+            if step % 2 == 0 and run.averaged:
+                with averaged_weights(watch.optimizer, model=model):
+                    watch.note_loss("average", loss_of(model, evaluated))
+        model.train()
+        if step % run.every == 0 and run.saves and run.averaged:
+            save(str(run.folder / str(step)))
+            save_averaged(model, watch.optimizer, run.folder / f"{step}-averaged")
+    return watch
 
 
 def accelerator_of(run: Run) -> Any:
@@ -278,61 +305,93 @@ def accelerator_of(run: Run) -> Any:
 
 
 def with_accelerate(run: Run) -> Watch:
-    """Train by a loop of one's own, as Accelerate has no Trainer."""
     accelerator = accelerator_of(run)
     accelerator.scaler = run.scaler
     model = run.model()
     optimizer = run.build(model.parameters())
     watch = Watch(model, optimizer, run)
-    rows = loader_of(TOKENS[:24], 4 // run.ranks)
-    model, wrapped, rows = accelerator.prepare(model, optimizer, rows)
-    step = 0
+    model, wrapped, rows = accelerator.prepare(model, optimizer, loader_of(TOKENS[:24], 4 // run.ranks))
     if run.resume:
-        accelerator.load_state(run.folder / str(SAVED))
-        step = SAVED
-    while step < STEPS:
-        for tokens in rows:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, tokens))
-                if not accelerator.sync_gradients:
-                    continue
+        accelerator.load_state(run.folder / str(run.resume))
+
+    def step_on(tokens: torch.Tensor) -> bool:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, tokens))
+            if accelerator.sync_gradients:
                 wrapped.step()
                 wrapped.zero_grad()
-            step += 1
-            model.eval()
-            evaluated = share(TOKENS[24:], run)
-            with torch.no_grad():
-                if step % 4 == 1:
-                    with watch.asks_for_live():
-                        watch.note_loss("live", loss_of(model, evaluated))
-                if step % 2 == 0 and run.averaged:
-                    with averaged_weights(optimizer, model=model):
-                        watch.note_loss("average", loss_of(model, evaluated))
-            model.train()
-            if step % SAVED == 0 and run.saves and run.averaged and not run.resume:
-                accelerator.save_state(run.folder / str(step))
-                save_averaged(model, optimizer, run.folder / f"{step}-averaged")
-    return watch
+        return bool(accelerator.sync_gradients)
+
+    return loop(run, watch, model, rows, step_on, accelerator.save_state)
 
 
-def saved_by_accelerate(watch: Watch, folder: Path, step: int) -> tuple[Weights, Weights]:
+def with_torch(run: Run) -> Watch:
+    if run.ranks > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    network = run.model()
+    model: nn.Module = network
+    if run.format:
+        shard(network, run, init_device_mesh("cpu", (run.ranks,)))
+    elif run.ranks > 1:
+        model = nn.parallel.DistributedDataParallel(network)
+    optimizer = run.build(network.parameters())
+    watch = Watch(network, optimizer, run)
+    options = StateDictOptions(full_state_dict=run.format == "full", cpu_offload=True)
+
+    def state() -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options)))
+
+    def save(path: str) -> None:
+        saved = state()  # on all ranks
+        if run.format != "full":
+            dcp.save(saved, checkpoint_id=path)
+        elif dist.get_rank() == 0:
+            run.folder.mkdir(exist_ok=True)
+            torch.save(saved, path)
+
+    if run.resume:
+        path = str(run.folder / str(run.resume))
+        loaded = torch.load(path) if run.format == "full" else state()
+        if run.format != "full":
+            dcp.load(loaded, checkpoint_id=path)
+        weights = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+        set_state_dict(model, optimizer, **weights, options=options)
+
+    def step_on(tokens: torch.Tensor) -> bool:
+        optimizer.zero_grad()
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        return True
+
+    return loop(run, watch, model, loader_of(share(TOKENS[:24], run), 4 // run.ranks), step_on, save)
+
+
+def saved_by_loop(watch: Watch, folder: Path, step: int) -> tuple[Weights, Weights]:
     return watch.live[step], load_file(folder / f"{step}-averaged" / "model.safetensors")
 
 
+BY_TRAINER = (saved_by_transformers, ("checkpoint-*/averaged",))
 ROWS = {
-    "transformers": Row(with_transformers, saved_by_transformers),
-    "trl": Row(lambda run: with_transformers(run, trl="full"), saved_by_transformers),
-    "trl with LoRA": Row(lambda run: with_transformers(run, trl="lora"), saved_by_transformers),
-    "lightning": Row(with_lightning, saved_by_lightning),
-    "accelerate": Row(with_accelerate, saved_by_accelerate),
+    "transformers": Row(with_transformers, *BY_TRAINER),
+    "trl": Row(lambda run: with_transformers(run, trl="full"), *BY_TRAINER),
+    "trl with LoRA": Row(lambda run: with_transformers(run, trl="lora"), *BY_TRAINER),
+    "lightning": Row(with_lightning, saved_by_lightning, ("step=*.ckpt/meta.pt", "step=*.ckpt")),
+    "accelerate": Row(with_accelerate, saved_by_loop, ("*-averaged/model.safetensors",)),
+    "plain loop": Row(with_torch, saved_by_loop, ("*-averaged/model.safetensors",)),
 }
+LLAMA = "transformers.models.llama.modeling_llama"
 PACKAGES = {
-    "transformers": ("transformers", "accelerate"),
-    "trl": ("trl",),
-    "trl with LoRA": ("trl", "peft"),
+    "transformers": (LLAMA, "transformers.trainer"),
+    "trl": (LLAMA, "trl.trainer.sft_trainer"),
+    "trl with LoRA": (LLAMA, "trl.trainer.sft_trainer", "peft"),
+    "lightning": (LLAMA, "lightning.pytorch"),
+    "accelerate": (LLAMA, "accelerate"),
+    "plain loop": (LLAMA,),
 }
+"""What a row imports when it is used."""
 FULL, SHARDED, DDP = {"format": "full"}, {"format": "sharded"}, {"format": ""}
 GATHERED = {"format": "sharded", "reshard": False, "tied": True}
+BFLOAT16 = FULL | {"dtype": torch.bfloat16}
 ON_TWO_RANKS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "transformers": {
         "DDP": ("push", DDP),
@@ -343,12 +402,13 @@ ON_TWO_RANKS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "full, tied": ("push", FULL | {"tied": True}),
         "full, AdamW": ("AdamW", FULL),
         "sharded, Muon": ("Muon", SHARDED),
-        "full, bfloat16": ("push", FULL | {"dtype": torch.bfloat16}),
+        "full, bfloat16": ("push", BFLOAT16),
+        "full, bfloat16, no average": ("no average", BFLOAT16),
     },
     "trl": {"DDP": ("push", DDP), "full": ("push", FULL), "sharded, tied, gathered": ("push", GATHERED)},
     "trl with LoRA": {"DDP": ("push", DDP), "full": ("push", FULL), "sharded": ("push", SHARDED)},
 }
-for _name in ("lightning", "accelerate"):
+for _name in ("lightning", "accelerate", "plain loop"):
     ON_TWO_RANKS[_name] = {
         "DDP": ("push", DDP),
         "full": ("push", FULL),
