@@ -10,7 +10,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -178,24 +178,35 @@ def killed(row: str, case: str, place: Path, kills: int) -> float:
     return worst
 
 
-def main() -> None:
-    _, folder, kills, *words = sys.argv
+# --- All of it --------------------------------------------------------------------------------------------
+
+
+def get_ready(rows: Iterable[str]) -> None:
+    """Import what these trainers import, so that ranks need not."""
     torch.set_num_threads(1)
     fsdp2_on_cpu()
-    cases = list(zip(words[::2], words[1::2], strict=True))
-    imported = {package for row, _ in cases for package in PACKAGES[row]}
+    imported = {package for row in rows for package in PACKAGES[row]}
     for package in ("torch._dynamo", "torch.distributed.tensor", *sorted(imported)):
         import_module(package)
-    found = []
-    for row, case in cases:
-        place = Path(folder) / f"{row}, {case}".replace(" ", "-")
-        place.mkdir()
-        have_ended(start(1, alone, row, case, place))
-        have_ended(start(2, together, row, case, place))
-        own = json.loads((place / "found.json").read_text())
-        if int(kills) and ON_TWO_RANKS[row][case][1]["format"] and "resumed" in own:
-            own["killed and resumed"] = killed(row, case, place, int(kills))
-        found.append(own)
+
+
+def compared(row: str, case: str, folder: Path, kills: int) -> dict[str, float]:
+    """Return what is compared → the largest difference."""
+    place = folder / f"{row}, {case}".replace(" ", "-")
+    place.mkdir()
+    have_ended(start(1, alone, row, case, place))
+    have_ended(start(2, together, row, case, place))
+    found: dict[str, float] = json.loads((place / "found.json").read_text())
+    if kills and ON_TWO_RANKS[row][case][1]["format"] and "resumed" in found:
+        found["killed and resumed"] = killed(row, case, place, kills)
+    return found
+
+
+def main() -> None:
+    _, folder, kills, *words = sys.argv
+    cases = list(zip(words[::2], words[1::2], strict=True))
+    get_ready(row for row, _ in cases)
+    found = [compared(row, case, Path(folder), int(kills)) for row, case in cases]
     print("FOUND", json.dumps(found), flush=True)
 
 
