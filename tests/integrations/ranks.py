@@ -4,7 +4,7 @@ A rank is a fork of this process, which has imported the trainers and computed n
 """
 
 import json
-import multiprocessing
+import math
 import os
 import random
 import socket
@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessContext, start_processes
 from trainers import ON_TWO_RANKS, PACKAGES, ROWS, fsdp2_on_cpu
 from watching import KINDS, SAVED, STEPS, Watch, Weights, whole
 
@@ -28,49 +28,32 @@ from paceline.optim.weights import keeper_of
 # --- Ranks ------------------------------------------------------------------------------------------------
 
 
-def start(ranks: int, target: Callable[..., None], *arguments: Any) -> list[Any]:
-    """Return the processes of a job, in each of which `target` is called."""
+def start(ranks: int, target: Callable[..., None], *arguments: Any) -> ProcessContext:
+    """Start the processes of a job, in each of which `target` is called."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    fork = multiprocessing.get_context("fork")
-    processes = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-        own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **address}
-        processes.append(fork.Process(target=as_rank, args=(own, target, arguments)))
-        processes[-1].start()
-    return processes
+        job = (ranks, free.getsockname()[1], target, arguments)
+    return start_processes(as_rank, job, ranks, join=False, start_method="fork")
 
 
-def as_rank(environment: dict[str, str], target: Callable[..., None], arguments: Any) -> None:
-    if environment["WORLD_SIZE"] != "1":
-        os.environ |= environment
+def as_rank(rank: int, ranks: int, port: int, target: Callable[..., None], arguments: Any) -> None:
+    if ranks > 1:
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ |= {name: str(value) for name, value in own.items()}
     target(*arguments)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def have_ended(processes: list[Any], seconds: float | None = None) -> bool:
+def has_ended(job: ProcessContext, seconds: float = math.inf) -> bool:
     """Wait until all ranks have ended, and no longer than this; raise if one of them fails."""
-    end = None if seconds is None else time.monotonic() + seconds
-    while running := [process for process in processes if process.is_alive()]:
-        left = None if end is None else end - time.monotonic()
-        if left is not None and left <= 0:
-            break
-        wait([process.sentinel for process in running], left)
-        if any(process.exitcode for process in processes):
-            kill(processes)
-            raise RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
-    return not running
-
-
-def kill(processes: list[Any]) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
+    end = time.monotonic() + seconds
+    while not job.join(None if seconds == math.inf else max(0.0, end - time.monotonic())):
+        if time.monotonic() >= end:
+            return False
+    return True
 
 
 # --- What is compared -------------------------------------------------------------------------------------
@@ -159,7 +142,7 @@ def run_to_its_end(row: str, case: str, place: Path, resume: int = 0) -> None:
 def killed(row: str, case: str, place: Path, kills: int) -> float:
     """Return how far runs whose ranks were killed at random moments end from one that was not."""
     began = time.monotonic()
-    have_ended(start(2, run_to_its_end, row, case, place / "straight"))
+    has_ended(start(2, run_to_its_end, row, case, place / "straight"))
     length, seed = time.monotonic() - began, random.randrange(2**32)
     print(f"{row}, {case}: seed {seed}, killed within {length:.1f} s", flush=True)
     chance, done, rounds, worst = random.Random(seed), 0, 0, 0.0
@@ -169,12 +152,16 @@ def killed(row: str, case: str, place: Path, kills: int) -> float:
         out = place / f"killed {rounds}"
         out.mkdir()
         while True:
-            ranks = start(2, run_to_its_end, row, case, out, ROWS[row].newest(out))
-            if have_ended(ranks, chance.uniform(0, length) if done < kills else None):
+            job = start(2, run_to_its_end, row, case, out, ROWS[row].newest(out))
+            if has_ended(job, chance.uniform(0, length) if done < kills else math.inf):
                 break
-            kill(chance.sample(ranks, 2))
+            for process in chance.sample(job.processes, 2):
+                process.kill()
+            for process in job.processes:
+                process.join()
             done += 1
         worst = max(worst, *map(distance, torch.load(out / "ended.pt"), straight))
+    print(f"{done} kills in {rounds} runs", flush=True)
     return worst
 
 
@@ -194,8 +181,8 @@ def compared(row: str, case: str, folder: Path, kills: int) -> dict[str, float]:
     """Return what is compared → the largest difference."""
     place = folder / f"{row}, {case}".replace(" ", "-")
     place.mkdir()
-    have_ended(start(1, alone, row, case, place))
-    have_ended(start(2, together, row, case, place))
+    has_ended(start(1, alone, row, case, place))
+    has_ended(start(2, together, row, case, place))
     found: dict[str, float] = json.loads((place / "found.json").read_text())
     if kills and ON_TWO_RANKS[row][case][1]["format"] and "resumed" in found:
         found["killed and resumed"] = killed(row, case, place, kills)

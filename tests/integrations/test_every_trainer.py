@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from ast import literal_eval
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,8 +23,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:mtime may not be reliable"),  # of checkpoints made within a second
     pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path"),
 ]
-TRAINERS = ["transformers", "trl", "trl with LoRA", "lightning"]
-"""Rows that have a loop of their own."""
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "trainers.py"
+OWN_LOOPS = ["transformers", "lightning", "accelerate"]
+ROWS_OF_TRL = [pytest.param(name, marks=pytest.mark.long) for name in ("trl", "trl with LoRA")]
+"""Trainers with the loop of transformers: `make test` has one kind of each, and one on two ranks."""
 
 
 def row_of(name):
@@ -33,12 +36,12 @@ def row_of(name):
     return ROWS[name]
 
 
-@pytest.fixture(params=["transformers", "trl", "trl with LoRA", "lightning", "accelerate"])
+@pytest.fixture(params=[*OWN_LOOPS, *ROWS_OF_TRL])
 def row(request):
     return row_of(request.param)
 
 
-@pytest.fixture(params=TRAINERS)
+@pytest.fixture(params=["transformers", "lightning", *ROWS_OF_TRL])
 def trainer(request):
     return row_of(request.param)
 
@@ -63,8 +66,16 @@ def loss_with(model, weights):
         return float(loss_of(model))
 
 
-@pytest.mark.parametrize("kind", ["paper", "push", "int8", "AdamW", "Muon"])
-def test_trains_live_evaluates_and_saves_the_average_and_resumes_to_the_bit(row, kind, tmp_path):
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        pytest.param(name, kind, marks=() if name in OWN_LOOPS or kind == "push" else pytest.mark.long)
+        for name in (*OWN_LOOPS, "trl", "trl with LoRA")
+        for kind in ("paper", "push", "int8", "AdamW", "Muon")
+    ],
+)
+def test_trains_live_evaluates_and_saves_the_average_and_resumes_to_the_bit(name, kind, tmp_path):
+    row = row_of(name)
     straight = row.train(tmp_path, KINDS[kind])
     assert len(straight.live) == STEPS + 1
     assert_right_weights(straight)
@@ -145,18 +156,21 @@ def test_the_average_moves_once_for_the_batches_of_a_step(row, tmp_path):
 # --- Two ranks ------------------------------------------------------------------------------------------
 
 FAST = [("transformers", "full"), ("trl with LoRA", "sharded"), ("lightning", "full")]
-"""What `make test` runs, in one start; the rest is long."""
+"""What `make test` runs, in one start."""
+
+
+def printed_by(script, *words):
+    """Return what a script prints that makes ranks of its own."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return done.stdout
 
 
 def assert_as_one_process(cases, folder, kills=0):
     """Train each case in one process and on two ranks, and compare."""
     words = [str(folder), str(kills), *(word for case in cases for word in case)]
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("ranks.py")
-    done = subprocess.run([sys.executable, script, *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    found = json.loads(done.stdout.rpartition("FOUND ")[2])
+    found = json.loads(printed_by(Path(__file__).with_name("ranks.py"), *words).rpartition("FOUND ")[2])
     for (name, case), own in zip(cases, found, strict=True):
         print(f"{name} | {case} | " + " | ".join(f"{what} {value:.1e}" for what, value in own.items()))
         near = dict.fromkeys(("live", "average", "losses"), 2e-2 if "Muon" in case else 2e-5)
@@ -177,5 +191,18 @@ def test_two_ranks_are_as_one_process(tmp_path):
 def test_every_way_over_two_ranks_is_as_one_process(name, tmp_path):
     """In every format; both ranks are killed at random moments, several times."""
     row_of(name)
-    cases = [(name, case) for case in ON_TWO_RANKS[name] if (name, case) not in FAST]
-    assert_as_one_process(cases, tmp_path, KILLS // 5)
+    assert_as_one_process([(name, case) for case in ON_TWO_RANKS[name]], tmp_path, KILLS // 5)
+
+
+@pytest.mark.long
+def test_a_rank_allocates_its_share_of_the_state_and_nothing_before_the_first_step():
+    rows = [
+        literal_eval(line)
+        for line in printed_by(BENCHMARK, "bytes").splitlines()
+        if line.startswith("{'optimizer'")
+    ]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["before the step"] == 0
+        # A step count for each parameter, and rows that do not divide by the ranks, come on top.
+        assert max(row["at it"], row["after it"]) <= 1.02 * row["allowed"] + 2048, row
