@@ -44,7 +44,10 @@ def distances(kills: int, folder: Path) -> list[dict[str, Any]]:
         for case in ON_TWO_RANKS[name]:
             found = compared(name, case, folder, kills)
             rows.append({"trainer": name, "case": case, **found})
-            print(f"{name} | {case} | " + " | ".join(f"{what} {value:.1e}" for what, value in found.items()))
+            print(
+                f"{name} | {case} | " + " | ".join(f"{what} {value:.1e}" for what, value in found.items()),
+                flush=True,
+            )
     return rows
 
 

@@ -127,9 +127,9 @@ def saved_and_resumed(row: str, case: str, place: Path, silent: Watch) -> dict[s
 
 def ended(watch: Watch) -> tuple[Weights, Weights]:
     """Return live weights and the average, also where a resumed run had no step to take."""
+    average = averaged_state_dict(watch.model, watch.optimizer)  # which drops gathered parameters
     live = dict(keeper_of(watch.optimizer).live_weights())
     named = {n: p for n, p in watch.model.named_parameters() if p.requires_grad}
-    average = averaged_state_dict(watch.model, watch.optimizer)
     return {n: whole(live[p]).clone() for n, p in named.items()}, {n: whole(average[n]) for n in named}
 
 
