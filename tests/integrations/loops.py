@@ -1,5 +1,6 @@
 """Loops of one's own for the battery, of Accelerate and of torch alone."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,24 @@ def shard(model: nn.Module, run: Run, mesh: Any = None) -> nn.Module:
 
 def loop(run: Run, watch: Watch, model: nn.Module, rows: Any, step_on: Any, save: Any) -> Watch:
     """Train, evaluate and save; `step_on` gets tokens, and returns whether their gradient ended a step."""
-    batches, step = list(rows), run.resume
-    evaluated = share(TOKENS[24:], run)
-    for number in range(run.resume * run.accumulate, STEPS * run.accumulate):
-        if not step_on(batches[number % len(batches)]):
-            continue
-        step += 1
-        model.eval()
-        with torch.no_grad():
-            if step % 4 == 1:
-                with watch.asks_for_live():
-                    watch.note_loss("live", loss_of(model, evaluated))
-            if step % 2 == 0 and run.averaged:
-                with averaged_weights(watch.optimizer, model=model):
-                    watch.note_loss("average", loss_of(model, evaluated))
-        model.train()
-        if step % run.every == 0 and run.saves and run.averaged:
-            save(str(run.folder / str(step)))
-            save_averaged(model, watch.optimizer, run.folder / f"{step}-averaged")
+    step, evaluated = run.resume, share(TOKENS[24:], run)
+    while step < STEPS:
+        for tokens in islice(rows, step * run.accumulate % len(rows), None):
+            if not step_on(tokens):
+                continue
+            step += 1
+            model.eval()
+            with torch.no_grad():
+                if step % 4 == 1:
+                    with watch.asks_for_live():
+                        watch.note_loss("live", loss_of(model, evaluated))
+                if step % 2 == 0 and run.averaged:
+                    with averaged_weights(watch.optimizer, model=model):
+                        watch.note_loss("average", loss_of(model, evaluated))
+            model.train()
+            if step % run.every == 0 and run.saves and run.averaged:
+                save(str(run.folder / str(step)))
+                save_averaged(model, watch.optimizer, run.folder / f"{step}-averaged")
     return watch
 
 
