@@ -7,7 +7,21 @@ import pytest
 import torch
 from torch import nn
 from trainers import ROWS, arguments
-from watching import KINDS, LR, SAVED, STEPS, TOKENS, Run, llama, loader_of, loss_of, same, weights_of
+from watching import (
+    FAILS,
+    KINDS,
+    LR,
+    SAVED,
+    STEPS,
+    TOKENS,
+    Run,
+    Stop,
+    llama,
+    loader_of,
+    loss_of,
+    same,
+    weights_of,
+)
 
 from paceline import PACE, Control, averaged_state_dict, averaged_weights
 
@@ -90,6 +104,30 @@ def test_live_weights_can_be_evaluated_after_training(tmp_path):
     assert same(watch.returned(), watch.average[-1])
 
 
+def test_after_an_interrupt_the_average_is_evaluated_and_saved(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(Stop) as raised:
+        ROWS["transformers"].train(tmp_path, KINDS["push"], fail="training")
+    (watch,) = raised.value.args
+    watch.trainer.evaluate()
+    assert same(watch.forwards[-1][2], watch.average[FAILS])
+    watch.trainer.save_model(tmp_path / "returned")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "returned")
+    assert same(weights_of(saved), watch.average[FAILS])
+
+
+def test_a_callback_belongs_to_one_trainer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from paceline.integrations.huggingface import AveragedModelCallback
+
+    callback, args = AveragedModelCallback(), transformers.TrainingArguments(tmp_path, use_cpu=True)
+    transformers.Trainer(llama(), args, callbacks=[callback])
+    with pytest.raises(ValueError, match="one AveragedModelCallback was given to two Trainers"):
+        transformers.Trainer(llama(), args, callbacks=[callback])
+    with pytest.raises(RuntimeError, match="has not trained"), callback.live_weights():
+        pass
+
+
 # --- Lightning and Fabric -------------------------------------------------------------------------------
 
 
@@ -120,20 +158,32 @@ def test_lightning_refuses(tmp_path):
             AveragedModelCallback().setup(watch.trainer, watch.module, "fit")
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-def test_another_fit_continues_from_live_or_from_what_was_loaded(loaded, tmp_path):
+@pytest.mark.parametrize("between", ["nothing", "a checkpoint", "data", "eval"])
+def test_another_fit_continues_from_live_or_from_what_was_loaded(between, tmp_path):
     pytest.importorskip("lightning")
     first = ROWS["lightning"].train(tmp_path, KINDS["push"])
-    expected = first.live[STEPS]
-    first.trainer.save_checkpoint(tmp_path / "end.ckpt")
-    if loaded:
-        path = tmp_path / f"step={SAVED}.ckpt"
-        first.trainer.validate(first.module, loader_of(TOKENS, 8), ckpt_path=path, verbose=False)
-        expected = first.average[SAVED]
-    first.trainer.fit_loop.epoch_loop.max_steps = STEPS + 2
-    first.trainer.fit(first.module, loader_of(TOKENS, 8), loader_of(TOKENS, 8))
-    assert same(first.module.watch.live[0], expected)
-    assert same(first.returned(), first.module.watch.average[-1])
+    trainer, module, expected = first.trainer, first.module, first.live[STEPS]
+    if between == "a checkpoint":
+        path, expected = tmp_path / f"step={SAVED}.ckpt", first.average[SAVED]
+        trainer.validate(module, loader_of(TOKENS, 8), ckpt_path=path, verbose=False)
+        assert same(first.returned(), expected)
+    elif between == "data":
+        for parameter in module.parameters():
+            parameter.data.fill_(0.1)
+        expected = first.returned()
+    elif between == "eval":
+        first.optimizer.train()
+        trainer.validate(module, loader_of(TOKENS, 8), verbose=False)
+        assert same(first.returned(), expected)
+        first.optimizer.eval()
+    if between != "data":  # which has overwritten the average
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]
+        assert same({k.removeprefix("network."): v for k, v in saved.items()}, first.average[STEPS])
+    trainer.fit_loop.epoch_loop.max_steps = STEPS + 2
+    trainer.fit(module, loader_of(TOKENS, 8), loader_of(TOKENS, 8))
+    assert same(module.watch.live[0], expected)
+    assert same(first.returned(), module.watch.average[-1])
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path")
@@ -141,7 +191,7 @@ def test_lightning_without_the_callback_resumes_from_live_and_warns(tmp_path):
     pytest.importorskip("lightning")
     straight = ROWS["lightning"].train(tmp_path, KINDS["AdamW"])
     with pytest.warns(UserWarning, match="need to be provided .*AveragedModelCallback"):
-        resumed = ROWS["lightning"].train(tmp_path, KINDS["AdamW"], resume=True, averaged=False)
+        resumed = ROWS["lightning"].train(tmp_path, KINDS["AdamW"], resume=SAVED, averaged=False)
     assert same(resumed.live[-1], straight.live[-1])
 
 

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from loops import saved_by_loop, shard, with_accelerate, with_torch
 from torch import nn
 from watching import (
     LR,
-    SAVED,
     STEPS,
     TOKENS,
     Row,
@@ -21,8 +20,6 @@ from watching import (
     share,
     weights_of,
 )
-
-from paceline import averaged_weights, save_averaged
 
 # --- transformers and TRL -------------------------------------------------------------------------------
 
@@ -60,7 +57,7 @@ def arguments(run: Run, kind: type, **changes: Any) -> Any:
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
         "save_strategy": "steps" if run.saves else "no",
-        "save_steps": SAVED,
+        "save_steps": run.every,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "report_to": "none",
@@ -105,6 +102,7 @@ def with_transformers(run: Run, trl: str = "") -> Watch:
     def build(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = run.build([p for p in model.parameters() if p.requires_grad])
         watches.append(Watch(model, optimizer, run))
+        watches[0].trainer, watches[0].callback = trainer, ours
         return optimizer
 
     class NotesLosses(TrainerCallback):
@@ -136,9 +134,8 @@ def with_transformers(run: Run, trl: str = "") -> Watch:
         **data,
     )
     trainer.accelerator.scaler = run.scaler
-    trainer.train(resume_from_checkpoint=str(run.folder / f"checkpoint-{SAVED}") if run.resume else None)
+    trainer.train(resume_from_checkpoint=str(run.folder / f"checkpoint-{run.resume}") if run.resume else None)
     (watch,) = watches
-    watch.trainer, watch.callback = trainer, ours
     if run.best:
         watch.best = int(trainer.state.best_model_checkpoint.rpartition("-")[2])
     return watch
@@ -162,15 +159,6 @@ def saved_by_transformers(watch: Watch, folder: Path, step: int) -> tuple[Weight
 
 
 # --- Lightning ------------------------------------------------------------------------------------------
-
-
-def shard(model: nn.Module, run: Run, mesh: Any = None) -> nn.Module:
-    """Shard a Llama as people do: layers by themselves, embedding and head with the root."""
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=run.reshard)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=run.reshard)
 
 
 def with_lightning(run: Run) -> Watch:
@@ -217,7 +205,7 @@ def with_lightning(run: Run) -> Watch:
         monitor="loss",
         mode="max",
         save_top_k=-1,
-        every_n_train_steps=None if run.best else SAVED,
+        every_n_train_steps=None if run.best else run.every,
     )
     strategy: Any = "ddp" if run.ranks > 1 else "auto"
     if run.format:
@@ -231,10 +219,11 @@ def with_lightning(run: Run) -> Watch:
     ours = [AveragedModelCallback()] if run.averaged else []
     settings["callbacks"] = [*([saves] if run.saves else []), *ours, *settings.get("callbacks", [])]
     trainer, module = pl.Trainer(default_root_dir=run.folder, **settings), Module()
-    resumed = run.folder / f"step={SAVED}.ckpt" if run.resume else None
+    resumed = run.folder / f"step={run.resume}.ckpt" if run.resume else None
     rows, evaluated = (
         loader_of(share(part, run), size // run.ranks) for part, size in ((TOKENS[:24], 4), (TOKENS[24:], 16))
     )
+    module.evaluated = evaluated
     trainer.fit(module, rows, evaluated, ckpt_path=resumed)
     watch = module.watch
     watch.trainer, watch.module = trainer, module
@@ -256,83 +245,30 @@ def saved_by_lightning(watch: Watch, folder: Path, step: int) -> tuple[Weights, 
     return live or watch.live[step], average
 
 
-# --- Accelerate -----------------------------------------------------------------------------------------
+# --- All of them ------------------------------------------------------------------------------------------
 
-
-def accelerator_of(run: Run) -> Any:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    more = dict(run.more)
-    if run.format:
-        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=run.reshard,
-            state_dict_type=f"{run.format.upper()}_STATE_DICT",
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap="LlamaDecoderLayer",
-        )
-    AcceleratorState._reset_state(True)  # of another run of this process
-    return Accelerator(cpu=True, gradient_accumulation_steps=run.accumulate, **more)
-
-
-def with_accelerate(run: Run) -> Watch:
-    """Train by a loop of one's own, as Accelerate has no Trainer."""
-    accelerator = accelerator_of(run)
-    accelerator.scaler = run.scaler
-    model = run.model()
-    optimizer = run.build(model.parameters())
-    watch = Watch(model, optimizer, run)
-    rows = loader_of(TOKENS[:24], 4 // run.ranks)
-    model, wrapped, rows = accelerator.prepare(model, optimizer, rows)
-    step = 0
-    if run.resume:
-        accelerator.load_state(run.folder / str(SAVED))
-        step = SAVED
-    while step < STEPS:
-        for tokens in rows:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, tokens))
-                if not accelerator.sync_gradients:
-                    continue
-                wrapped.step()
-                wrapped.zero_grad()
-            step += 1
-            model.eval()
-            evaluated = share(TOKENS[24:], run)
-            with torch.no_grad():
-                if step % 4 == 1:
-                    with watch.asks_for_live():
-                        watch.note_loss("live", loss_of(model, evaluated))
-                if step % 2 == 0 and run.averaged:
-                    with averaged_weights(optimizer, model=model):
-                        watch.note_loss("average", loss_of(model, evaluated))
-            model.train()
-            if step % SAVED == 0 and run.saves and run.averaged and not run.resume:
-                accelerator.save_state(run.folder / str(step))
-                save_averaged(model, optimizer, run.folder / f"{step}-averaged")
-    return watch
-
-
-def saved_by_accelerate(watch: Watch, folder: Path, step: int) -> tuple[Weights, Weights]:
-    return watch.live[step], load_file(folder / f"{step}-averaged" / "model.safetensors")
-
-
+BY_TRAINER = (saved_by_transformers, ("checkpoint-*/averaged",))
 ROWS = {
-    "transformers": Row(with_transformers, saved_by_transformers),
-    "trl": Row(lambda run: with_transformers(run, trl="full"), saved_by_transformers),
-    "trl with LoRA": Row(lambda run: with_transformers(run, trl="lora"), saved_by_transformers),
-    "lightning": Row(with_lightning, saved_by_lightning),
-    "accelerate": Row(with_accelerate, saved_by_accelerate),
+    "transformers": Row(with_transformers, *BY_TRAINER),
+    "trl": Row(lambda run: with_transformers(run, trl="full"), *BY_TRAINER),
+    "trl with LoRA": Row(lambda run: with_transformers(run, trl="lora"), *BY_TRAINER),
+    "lightning": Row(with_lightning, saved_by_lightning, ("step=*.ckpt/meta.pt", "step=*.ckpt")),
+    "accelerate": Row(with_accelerate, saved_by_loop, ("*-averaged/model.safetensors",)),
+    "plain loop": Row(with_torch, saved_by_loop, ("*-averaged/model.safetensors",)),
 }
+LLAMA = "transformers.models.llama.modeling_llama"
 PACKAGES = {
-    "transformers": ("transformers", "accelerate"),
-    "trl": ("trl",),
-    "trl with LoRA": ("trl", "peft"),
+    "transformers": (LLAMA, "transformers.trainer"),
+    "trl": (LLAMA, "trl.trainer.sft_trainer"),
+    "trl with LoRA": (LLAMA, "trl.trainer.sft_trainer", "peft"),
+    "lightning": (LLAMA, "lightning.pytorch"),
+    "accelerate": (LLAMA, "accelerate"),
+    "plain loop": (LLAMA,),
 }
+"""What a row imports when it is used."""
 FULL, SHARDED, DDP = {"format": "full"}, {"format": "sharded"}, {"format": ""}
 GATHERED = {"format": "sharded", "reshard": False, "tied": True}
+BFLOAT16 = FULL | {"dtype": torch.bfloat16}
 ON_TWO_RANKS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "transformers": {
         "DDP": ("push", DDP),
@@ -343,12 +279,13 @@ ON_TWO_RANKS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "full, tied": ("push", FULL | {"tied": True}),
         "full, AdamW": ("AdamW", FULL),
         "sharded, Muon": ("Muon", SHARDED),
-        "full, bfloat16": ("push", FULL | {"dtype": torch.bfloat16}),
+        "full, bfloat16": ("push", BFLOAT16),
+        "full, bfloat16, no average": ("no average", BFLOAT16),
     },
     "trl": {"DDP": ("push", DDP), "full": ("push", FULL), "sharded, tied, gathered": ("push", GATHERED)},
     "trl with LoRA": {"DDP": ("push", DDP), "full": ("push", FULL), "sharded": ("push", SHARDED)},
 }
-for _name in ("lightning", "accelerate"):
+for _name in ("lightning", "accelerate", "plain loop"):
     ON_TWO_RANKS[_name] = {
         "DDP": ("push", DDP),
         "full": ("push", FULL),

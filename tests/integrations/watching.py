@@ -1,7 +1,7 @@
 """What the trainers of the battery train, and a `Watch` that notes which weights are where."""
 
 import os
-import signal
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +47,7 @@ KINDS = {
     "int8": lambda params: PACE(params, LR, control=Control.push(), average_dtype="int8"),
     "AdamW": lambda params: attach(torch.optim.AdamW(params, LR), control=Control.push()),
     "Muon": lambda params: attach(MuonAndAdamW(params, LR), control=Control.push()),
+    "no average": lambda params: torch.optim.AdamW(params, LR),
 }
 
 
@@ -81,15 +82,13 @@ class Watch:
 
     @property
     def steps(self) -> int:
-        return (SAVED if self.run.resume else 0) + len(self.live) - 1
+        return self.run.resume + len(self.live) - 1
 
     def _note_forward(self, model: nn.Module, inputs: Any) -> None:
         if not self.run.format:
             self.forwards.append(
                 (self.steps, "training" if model.training else self.asked, weights_of(model))
             )
-        if self.steps == FAILS and self.run.fail == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         if self.steps == FAILS and self.run.fail == ("training" if model.training else "evaluation"):
             raise Stop(self)
 
@@ -131,11 +130,13 @@ class Run:
 
     folder: Path
     build: Callable[..., torch.optim.Optimizer]
-    resume: bool = False
-    """From the checkpoint of step 6."""
+    resume: int = 0
+    """The step from whose checkpoint it resumes."""
     saves: bool = True
+    every: int = SAVED
+    """How often it saves."""
     fail: str = ""
-    """Where a forward pass after step 8 raises: "training" or "evaluation"; or "killed"."""
+    """Where a forward pass after step 8 raises: "training" or "evaluation"."""
     averaged: bool = True
     """Whether our callback takes part."""
     best: bool = False
@@ -161,6 +162,13 @@ class Row:
 
     loop: Callable[[Run], Watch]
     saved: Callable[[Watch, Path, int], tuple[Weights, Weights]]
+    last_written: tuple[str, ...]
+    """Patterns of what a checkpoint ends with."""
+
+    def newest(self, folder: Path) -> int:
+        """Return the step of the newest whole checkpoint; 0 if there is none."""
+        found = [path.relative_to(folder) for pattern in self.last_written for path in folder.glob(pattern)]
+        return max((int(re.findall(r"\d+", path.parts[0])[0]) for path in found), default=0)
 
     def train(self, folder: Path, build: Any, **settings: Any) -> Watch:
         return self.loop(Run(folder=folder, build=build, **settings))

@@ -4,6 +4,7 @@ The Trainer saves the weights that the parameters hold. Without the callback of 
 average after an evaluation, and live weights at other times.
 """
 
+import inspect
 import logging
 import os
 import shutil
@@ -18,7 +19,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, load_fsdp_optimizer
 from torch import nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from paceline.optim import save_averaged
 from paceline.optim.sharding import is_sharded
@@ -75,16 +76,18 @@ class AveragedModelCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._training = False
+        self._has_trainer = False
         self._evaluates_live = False
         self._shown_in: tuple[Keeper, nn.Module] | None = None
 
     @contextmanager
     def live_weights(self) -> Iterator[None]:
         """Evaluate live weights for the length of a with-block, in training and after it."""
-        if self._shown_in is None:  # before training they are what there is
-            yield
-            return
+        if self._shown_in is None:
+            raise RuntimeError(
+                "live_weights() of an AveragedModelCallback that has not trained; use the callback that the "
+                "Trainer was given. Before training the model's weights are live"
+            )
         keeper, model = self._shown_in
         was_shown = keeper.shown != "live"
         keeper.hide()
@@ -99,6 +102,14 @@ class AveragedModelCallback(TrainerCallback):
     def _show(self, keeper: Keeper, model: nn.Module) -> None:
         if not self._evaluates_live:
             keeper.show(None, model)
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raise ValueError for a callback that another Trainer has, whose model it would show."""
+        if self._has_trainer:
+            raise ValueError("one AveragedModelCallback was given to two Trainers; make one for each")
+        self._has_trainer = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -115,13 +126,13 @@ class AveragedModelCallback(TrainerCallback):
         optimizer.eval = partial(self._show, keeper, model)  # type: ignore[attr-defined]
         if not hasattr(optimizer, "train"):
             optimizer.train = keeper.hide  # type: ignore[attr-defined]
-        self._shown_in, self._training = (keeper, model), True
+        self._shown_in = (keeper, model)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Restore live weights, because a checkpoint may be saved next."""
-        if self._training:
+        if _is_training(kwargs["model"]):
             keeper_of(kwargs["optimizer"]).hide()
 
     def on_predict(
@@ -166,7 +177,6 @@ class AveragedModelCallback(TrainerCallback):
             _load_state(optimizer, kwargs["model"], best)
             of = best.name
         keeper_of(optimizer).show(None, kwargs["model"])
-        self._training = False
         if state.is_world_process_zero:
             logger.warning(
                 "The model holds the average of its weights as of %s; evaluate() and save_model() use it. "
@@ -181,6 +191,17 @@ def _inside(optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     assert isinstance(optimizer, Optimizer)
     return optimizer
+
+
+def _is_training(model: nn.Module) -> bool:
+    """Return whether a call of `Trainer.train` for this model is running."""
+    # By the calls that run, because a note of ours would stay after Ctrl-C.
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is Trainer.train.__code__ and frame.f_locals["self"].model is model:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _load_state(optimizer: Optimizer, model: nn.Module, checkpoint: Path) -> None:

@@ -45,10 +45,6 @@ class AveragedModelCallback(Callback):
         best = Module.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)  # an average
     """
 
-    def __init__(self) -> None:
-        # Versions of the parameters when they were left with the average; torch counts changes in place.
-        self._left_as: list[int] = []
-
     # --- Which weights the module holds -------------------------------------------------------------------
 
     @torch.no_grad()
@@ -62,14 +58,17 @@ class AveragedModelCallback(Callback):
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
         _use_average(trainer.strategy)
         own = {id(parameter) for parameter in pl_module.parameters()}
-        earlier = [k for k in _keepers(trainer.optimizers) if own.issuperset(map(id, _trained([k])))]
-        trained = _trained(earlier)
-        loaded = [p.detach().clone() for p in trained] if _versions(trained) != self._left_as else []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about loaded weights, which are copied back below
-            _show_live(earlier)
-        for parameter, weights in zip(trained, loaded, strict=False):
-            parameter.copy_(weights)
+        for keeper in _keepers(trainer.optimizers):  # of an earlier fit
+            trained = _trained([keeper])
+            if own.issuperset(map(id, trained)):
+                # By all ranks if by one, whose shard alone may have been changed.
+                changed = trainer.strategy.reduce_boolean_decision(keeper.was_changed(), all=False)
+                loaded = [p.detach().clone() for p in trained] if changed else []
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # about loaded weights, which are copied back next
+                    keeper.hide()
+                for parameter, weights in zip(trained, loaded, strict=False):
+                    parameter.copy_(weights)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise ValueError before the first step if the fit could not end with the average."""
@@ -96,27 +95,23 @@ class AveragedModelCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the average in the module."""
-        self._leave_average(trainer, pl_module)
+        _show_average(_keepers(trainer.optimizers), pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the average in the module, for tests and saves after an interrupt."""
         if _fits(trainer):
-            self._leave_average(trainer, pl_module)
+            _show_average(_keepers(trainer.optimizers), pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log which weights the module holds."""
         if stage != "fit":
             return
-        self._leave_average(trainer, pl_module)  # a fit without a step has no on_train_end
+        # A fit without a step has no on_train_end.
+        _show_average(_keepers(trainer.optimizers), pl_module)
         rank_zero_info(
             "The module holds the average of its weights; test, predict and save_checkpoint use it. "
             "Live weights come back when this Trainer fits it again."
         )
-
-    def _leave_average(self, trainer: Trainer, module: LightningModule) -> None:
-        keepers = _keepers(trainer.optimizers)
-        _show_average(keepers, module)
-        self._left_as = _versions(_trained(keepers))
 
     # --- Checkpoints --------------------------------------------------------------------------------------
 
@@ -149,10 +144,6 @@ def _keepers(optimizers: Iterable[Optimizer]) -> list[Keeper]:
 
 def _trained(keepers: Iterable[Keeper]) -> list[Tensor]:
     return [p for keeper in keepers for group in keeper.groups for p in group["params"]]
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
 
 
 def _show_average(keepers: Iterable[Keeper], module: LightningModule) -> None:
@@ -192,22 +183,33 @@ def _use_average(strategy: Strategy) -> None:
         return
     strategy.lightning_module_state_dict = partial(_averaged_state, strategy, own)  # type: ignore[method-assign]
     strategy.optimizer_state = partial(_state_with_live, strategy, strategy.optimizer_state)  # type: ignore[method-assign]
+    strategy.load_model_state_dict = partial(_load_as_live, strategy, strategy.load_model_state_dict)  # type: ignore[method-assign]
     if isinstance(strategy, ModelParallelStrategy):
-        strategy.load_checkpoint = partial(_load_with_live, strategy, strategy.load_checkpoint)  # type: ignore[method-assign]
+        strategy.load_checkpoint = partial(_load_sharded, strategy, strategy.load_checkpoint)  # type: ignore[method-assign]
 
 
-def _load_with_live(strategy: Strategy, load: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    """Load a sharded checkpoint, in a fit or to evaluate its average."""
-    module, keepers = strategy.lightning_module, _keepers(strategy.optimizers)
+def _load_as_live(strategy: Strategy, load: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """Load weights over live ones, because the average of training may be in the parameters."""
+    _show_live(_keepers(strategy.optimizers))
+    return load(*args, **settings)
+
+
+def _load_sharded(strategy: Strategy, load: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """Load a checkpoint into a sharded module: all of it in a fit, and else its average alone."""
+    module, optimizers = strategy.lightning_module, strategy.optimizers
     assert module is not None
+    if not _fits(module.trainer):
+        _show_live(_keepers(optimizers))
+        strategy.optimizers = []  # whose state Lightning would load too
+        try:
+            return load(*args, **settings)
+        finally:
+            strategy.optimizers = optimizers
     # What a sharded state is loaded into must have all entries of the checkpoint, so also live ones.
-    for optimizer in strategy.optimizers:
+    for optimizer in optimizers:
         strategy.optimizer_state(optimizer)
-    _show_average(keepers, module)
-    loaded = load(*args, **settings)
-    if not _fits(module.trainer):  # the state has put live weights into the module
-        _show_average(keepers, module)
-    return loaded
+    _show_average(_keepers(optimizers), module)
+    return load(*args, **settings)
 
 
 def _averaged_state(strategy: Strategy, state_of_module: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -168,29 +168,13 @@ def pace(
     >>> float(loss(pace_eval_params(state, params))) < 3.0
     True
     """
-    for name, value, high in (
-        ("learning_rate", learning_rate, _LARGEST),
-        ("b1", b1, _BELOW_1),
-        ("b2", b2, _BELOW_1),
-        ("eps", eps, _LARGEST),
-        ("weight_decay", weight_decay, _LARGEST),
-    ):
-        if not callable(value) and not isinstance(value, jax.Array):
-            _between(name, value, 0.0, high)
+    _check_settings(learning_rate, b1, b2, eps, weight_decay)
     adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
 
     def init(params: Tree) -> PaceState:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            dtype = jnp.asarray(leaf).dtype
-            name = f"dtype of params{jax.tree_util.keystr(path)}"
-            allowed = "real floats; leave others out by optax.masked or optax.partition"
-            _require(jnp.issubdtype(dtype, jnp.floating), name, str(dtype), allowed)
-
-        def copy() -> Tree:  # without shared memory, so that params and state can both be donated
-            return jax.tree.map(lambda p: jnp.array(p, dtype=_wide(p), copy=True), params)
-
-        second = copy() if control.keeps_second else None
-        return PaceState(jnp.zeros((), jnp.int32), adamw.init(params), copy(), second)
+        average = _copied(params)
+        second = _copied(params) if control.keeps_second else None
+        return PaceState(jnp.zeros((), jnp.int32), adamw.init(params), average, second)
 
     def update(
         updates: Tree, state: PaceState, params: Tree | None = None, **extra: Any
@@ -212,6 +196,32 @@ def pace(
         return move, PaceState(optax.safe_increment(state.count), adamw_state, average, second)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_settings(learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> None:
+    for name, value, high in (
+        ("learning_rate", learning_rate, _LARGEST),
+        ("b1", b1, _BELOW_1),
+        ("b2", b2, _BELOW_1),
+        ("eps", eps, _LARGEST),
+        ("weight_decay", weight_decay, _LARGEST),
+    ):
+        if not callable(value) and not isinstance(value, jax.Array):
+            _between(name, value, 0.0, high)
+
+
+def _copied(params: Tree) -> Tree:
+    """Return params as an average that has not moved; raise for those that cannot be averaged."""
+
+    def copied(path: Any, leaf: Any) -> Any:
+        dtype = jnp.asarray(leaf).dtype
+        name = f"dtype of params{jax.tree_util.keystr(path)}"
+        allowed = "real floats; leave others out by optax.masked or optax.partition"
+        _require(jnp.issubdtype(dtype, jnp.floating), name, str(dtype), allowed)
+        # Without shared memory, so that params and state can both be donated.
+        return jnp.array(leaf, dtype=_wide(leaf), copy=True)
+
+    return jax.tree_util.tree_map_with_path(copied, params)
 
 
 def pace_eval_params(state: Any, params: Tree) -> Tree:

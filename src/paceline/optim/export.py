@@ -216,9 +216,10 @@ def save_averaged(
 
 def _saves_what_it_is_given(model: Any) -> bool:
     """Return whether the `save_pretrained` of a model writes the weights that it is given."""
-    if "state_dict" not in inspect.signature(model.save_pretrained).parameters:
-        return False  # as in huggingface_hub's PyTorchModelHubMixin
     adapters = getattr(model, "peft_config", None)
+    # Of peft it is among further arguments; huggingface_hub's PyTorchModelHubMixin has none.
+    if adapters is None and "state_dict" not in inspect.signature(model.save_pretrained).parameters:
+        return False
     is_prompt = any(getattr(one, "is_prompt_learning", False) for one in dict(adapters or {}).values())
     return not is_prompt and getattr(model, "hf_quantizer", None) is None
 

@@ -246,6 +246,11 @@ class Keeper:
                 stacklevel=3,
             )
 
+    def was_changed(self) -> bool:
+        """Return whether a parameter was changed since it shows an average."""
+        shown = self._sums
+        return any(_was_changed(p, shown[id(p)]) for _, p, _ in self.remembered() if id(p) in shown)
+
     def drop_copies(self, model: nn.Module | None = None) -> None:
         """Drop copies of the weights, of the model that they were shown in and of this one.
 
