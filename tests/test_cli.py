@@ -135,7 +135,7 @@ MISTAKES = {
     f"{RUN} --task sft": "unknown argument '--task'; it is a word: paceline train sft …",
     f"{RUN} --tokens 5": "steps and tokens given",
     f"{RUN} --keep-steps 2": "'--keep-steps'; it is a setting without a flag: --set keep_steps=VALUE",
-    f"{RUN} --set keep_steps=2 keep_steps=x": "keep_steps is \"['2', 'x']\"; allowed: a list of",
+    f"{RUN} --set keep_steps=2 keep_steps=x": "keep_steps is \"['2', 'x']\"; allowed: a list, each",
     f"{RUN} --set keep-steps=2": "--set: unknown setting 'keep-steps' (did you mean keep_steps?)",
     f"{RUN} --set keep_steps=0": "keep_steps is (0,); allowed: each at least 1",
     f"{RUN} --set dropout": "--set dropout: write --set NAME=VALUE",

@@ -191,7 +191,8 @@ def test_places_and_settings_of_the_user_reach_the_runs(tmp_path, monkeypatch):
     assert {run.telemetry_every for run in runs if "pace" in run.method} == {7}
     assert {run.telemetry_every for run in runs if "pace" not in run.method} == {None}
     # Of one label, runs of others that continue its runs are known, so that checkpoints stay.
-    assert main(["sweep", "fig:pretrain", "--scale", "paper", "--out", "s"]) == 0
+    places = "text=a.txt text_held_out=held.txt"
+    assert main(f"sweep fig:pretrain --scale paper --out s --place {places}".split()) == 0
     kept = {(one.name, step) for one in asked["runs"] for step in one.run.keep_steps}
     own = {one.run.after for one in asked["runs"] if one.run.after}
     assert {one.run.after for one in asked["later"]} | own == kept and asked["later"]
