@@ -1,11 +1,11 @@
 """PACE in TRL's SFTTrainer with a LoRA adapter: evaluated, saved and returned is the average of the adapter.
 
 Run `python examples/trl_sft.py FOLDER`, or `torchrun --nproc-per-node 2` the same file: GPUs shard by FSDP2,
-CPUs take DDP. A small Llama learns to spell numbers. With a model and data of your own only the lines marked
-# PACE differ from what you have today. It needs trl, peft and datasets.
+CPUs take DDP. A small Llama learns to spell. Lines marked # PACE are not AdamW's. It needs trl and peft.
 """
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -32,8 +32,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=level, pad_token="<pad>", eos_token="</s>")
 
 
-def spelled(numbers: range) -> Dataset:
-    texts = [(" ".join(str(n)), " " + " ".join(DIGITS[int(d)] for d in str(n))) for n in numbers]
+def spelled(numbers: range, wrong: float = 0.0) -> Dataset:
+    said = {n: [int(d) if random.random() > wrong else random.randrange(10) for d in str(n)] for n in numbers}
+    texts = [(" ".join(str(n)), " " + " ".join(DIGITS[d] for d in said[n])) for n in numbers]
     return Dataset.from_list([{"prompt": prompt, "completion": rest} for prompt, rest in texts])
 
 
@@ -56,8 +57,8 @@ def main(out: Path) -> None:
     trainer = SFTTrainer(
         base(),
         SFTConfig(str(out), **settings, ddp_backend=None if GPU or RANKS == 1 else "gloo"),
-        train_dataset=spelled(range(1000, 2000)),
-        eval_dataset=spelled(range(2000, 2100)),
+        train_dataset=spelled(range(1003, 10000, 9), wrong=0.2),
+        eval_dataset=spelled(range(1000, 10000, 90)),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=8, target_modules="all-linear", modules_to_save=["embed_tokens", "lm_head"]),
         optimizer_cls_and_kwargs=optimizer_for_trainer(optimizer_of),  # PACE

@@ -247,7 +247,7 @@ def saved_by_lightning(watch: Watch, folder: Path, step: int) -> tuple[Weights, 
 
 # --- All of them ------------------------------------------------------------------------------------------
 
-BY_TRAINER = (saved_by_transformers, ("checkpoint-*/averaged",))
+BY_TRAINER = (saved_by_transformers, ("checkpoint-*/averaged/**/*.json",))
 ROWS = {
     "transformers": Row(with_transformers, *BY_TRAINER),
     "trl": Row(lambda run: with_transformers(run, trl="full"), *BY_TRAINER),

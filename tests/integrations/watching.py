@@ -163,12 +163,13 @@ class Row:
     loop: Callable[[Run], Watch]
     saved: Callable[[Watch, Path, int], tuple[Weights, Weights]]
     last_written: tuple[str, ...]
-    """Patterns of what a checkpoint ends with."""
+    """Patterns of a file that appears last in a checkpoint."""
 
     def newest(self, folder: Path) -> int:
         """Return the step of the newest whole checkpoint; 0 if there is none."""
-        found = [path.relative_to(folder) for pattern in self.last_written for path in folder.glob(pattern)]
-        return max((int(re.findall(r"\d+", path.parts[0])[0]) for path in found), default=0)
+        paths = [path for pattern in self.last_written for path in folder.glob(pattern) if path.is_file()]
+        steps = [re.findall(r"\d+", path.relative_to(folder).parts[0])[0] for path in paths]
+        return max(map(int, steps), default=0)
 
     def train(self, folder: Path, build: Any, **settings: Any) -> Watch:
         return self.loop(Run(folder=folder, build=build, **settings))
