@@ -189,7 +189,42 @@ def test_the_second_of_two_preparers_waits(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_full_disk_is_reported_with_the_file_and_leaves_nothing(tmp_path, monkeypatch):
+def test_an_interrupted_preparation_resumes(tmp_path, monkeypatch):
+    """Also one of other text in the same place begins anew, and one whose files have changed since."""
+    monkeypatch.setattr(shards, "_SAVE", 1)
+    monkeypatch.setattr(shards, "_BATCH", 1)
+    whole = prepared(tmp_path / "whole", shard_tokens=150)
+
+    def documents(stop=None, skipped=0):
+        for number, document in enumerate(DOCUMENTS):
+            if number == stop:
+                raise KeyboardInterrupt
+            read.append(number)
+            yield document
+
+    def interrupted(name):
+        with pytest.raises(KeyboardInterrupt):
+            prepared(tmp_path / name, documents(4), shard_tokens=150)
+        return tmp_path / f".tmp-{name}.part"
+
+    told = []
+    for name, spoil in (("a", None), ("b", "tokens-00000.bin"), ("c", "saved.json")):
+        read = []
+        left = interrupted(name)
+        if spoil is not None:
+            flip(left / spoil, 40)
+        told.clear()
+        again = prepared(
+            tmp_path / name, DOCUMENTS, shard_tokens=150, progress=lambda read, _: told.append(read)
+        )
+        assert contents(again.folder) == contents(whole.folder) and not left.exists()
+        assert told[0] == (5 if spoil is None else 1)
+    interrupted("d")
+    with pytest.raises(ValueError, match="no documents"):
+        prepared(tmp_path / "d", [], source={"other": 1}, shard_tokens=150)
+
+
+def test_a_full_disk_is_reported_with_the_file_and_can_be_resumed(tmp_path, monkeypatch):
     real, calls = Path.open, count()
 
     def full(path, mode="r"):
@@ -201,8 +236,8 @@ def test_a_full_disk_is_reported_with_the_file_and_leaves_nothing(tmp_path, monk
         patch.setattr(Path, "open", full)
         with pytest.raises(OSError, match=r"No space left on device: '.*tokens-0000\d\.bin'"):
             prepared(tmp_path / "a")
-    assert not list(tmp_path.iterdir())
     assert prepared(tmp_path / "a").count == len(TOKENS)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 # --- Kills ----------------------------------------------------------------------------------------
@@ -221,7 +256,7 @@ def killed_at(folder, point):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    shards._BATCH = 1  # in a process of its own: every document is written when it comes
+    shards._BATCH = shards._SAVE = 1  # in a process of its own: every document is saved when it comes
     prepared(folder / "a", DOCUMENTS[:6], shard_tokens=150)
 
 

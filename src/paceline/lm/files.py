@@ -135,24 +135,29 @@ def new_folder(final: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for path in temporary.iterdir():
-            if path.is_file():
-                path.chmod(temporary.stat().st_mode & 0o666)  # safetensors' are for their owner only
-            sync(path)
-        sync(temporary)
-        try:
-            os.replace(temporary, final)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            replaced = final.with_name(f"{TEMPORARY}replaced-{final.name}-{os.getpid()}")
-            os.replace(final, replaced)
-            os.replace(temporary, final)
-            shutil.rmtree(replaced, ignore_errors=True)
-        sync(final.parent)
+        put_in_place(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def put_in_place(made: Path, final: Path) -> None:
+    """Rename a folder to its final name when all of it is on the disk; an existing one is replaced."""
+    for path in made.iterdir():
+        if path.is_file():
+            path.chmod(made.stat().st_mode & 0o666)  # safetensors' are for their owner only
+        sync(path)
+    sync(made)
+    try:
+        os.replace(made, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        replaced = final.with_name(f"{TEMPORARY}replaced-{final.name}-{os.getpid()}")
+        os.replace(final, replaced)
+        os.replace(made, final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    sync(final.parent)
 
 
 def remove_temporary(folder: Path, name: str = "") -> None:

@@ -9,6 +9,7 @@
 import hashlib
 import json
 import reprlib
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any, TypeVar
 
 from paceline.lm.files import (
     FILE,
+    TEMPORARY,
     Damaged,
     check_fields,
     describe,
-    new_folder,
     one_at_a_time,
     plain_file,
+    put_in_place,
     read_json,
     remove_temporary,
     stamp,
@@ -30,7 +32,7 @@ from paceline.lm.files import (
 )
 
 FORMAT = 2
-MANIFEST, _CHECKED = "manifest.json", "checked"
+MANIFEST, SAVED, _CHECKED = "manifest.json", "saved.json", "checked"
 _LARGE = 10**9  # bytes whose hashes take about a second
 
 Tell = Callable[[str], None]
@@ -123,12 +125,13 @@ def prepared(
 ) -> T:
     """Return what is prepared in a folder; prepare it if need be, while other processes wait for it.
 
-    The folder appears when it is complete. What a killed preparation has left is removed by the next.
+    The folder appears when it is complete. What an interrupted preparation has left is for the next.
 
     Arguments:
         folder: an absolute path.
         opened: opens the folder, with all checks.
-        fill: writes the files into another folder, and returns the other fields of the manifest.
+        fill: writes the files into another folder, which may hold those of an interrupted preparation, and
+            returns the other fields of the manifest.
         tell: called with lines about damage, and about waiting.
         is_cache: prepare a damaged folder again, instead of refusing it.
     """
@@ -143,9 +146,18 @@ def prepared(
         with suppress(FileNotFoundError, Damaged):  # another process was quicker
             return opened()
         remove_temporary(folder.parent, folder.name)
-        with new_folder(folder) as made:
+        made = folder.with_name(f"{TEMPORARY}{folder.name}.part")
+        made.mkdir(parents=True, exist_ok=True)
+        try:
             fields = fill(made)
-            write_manifest(made / MANIFEST, {**fields, "files": describe(sorted(made.iterdir()))})
+        except BaseException:
+            if not (made / SAVED).exists():
+                shutil.rmtree(made, ignore_errors=True)
+            raise
+        files = sorted(path for path in made.iterdir() if path.name not in (MANIFEST, SAVED))
+        write_manifest(made / MANIFEST, {**fields, "files": describe(files)})
+        (made / SAVED).unlink(missing_ok=True)
+        put_in_place(made, folder)
         return opened()
 
 

@@ -13,8 +13,10 @@ import json
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
@@ -23,13 +25,25 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.lm.batch import Batch, Numbers
-from paceline.lm.files import Damaged, naming
-from paceline.lm.manifest import MANIFEST, Tell, check_files, prepared, read_manifest, refuse_other, silent
+from paceline.lm.files import Damaged, describe, naming, plain_file, verify
+from paceline.lm.manifest import (
+    MANIFEST,
+    SAVED,
+    Tell,
+    check_files,
+    prepared,
+    read_manifest,
+    refuse_other,
+    silent,
+    write_manifest,
+)
 from paceline.lm.vocabulary import Vocabulary
 
 _FIELDS = {"dtype": str, "vocabulary": int, "tokenizer": str, "source": dict, "documents": int, "tokens": int}
+_COUNTS = {"documents": int, "tokens": int}
 _ANY: Mapping[str, Any] = {}
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_SAVE = 2**23  # tokens between two saves, some tens of seconds
 _BATCH = 2**20  # characters tokenized in one call: enough for all cores, some 100 MB of memory
 
 Array = NDArray[np.unsignedinteger[Any]]
@@ -81,10 +95,10 @@ def prepare(
 ) -> Tokens:
     """Tokenize documents into a folder, or open the folder if that is done.
 
-    It may be killed at any time: the folder appears when it is complete.
+    It may be killed at any time: the folder appears when it is complete, and the next call resumes.
 
     Arguments:
-        documents: the text.
+        documents: the text; the same in the same order in each call.
         vocabulary: the tokenizer.
         folder: new or empty; one with other tokens is refused.
         source: where the documents come from, as JSON; an existing folder must have the same.
@@ -105,9 +119,7 @@ def prepare(
     }
 
     def fill(made: Path) -> dict[str, Any]:
-        counts = _write_shards(
-            documents, vocabulary, made, _DTYPES[settings["dtype"]], shard_tokens, progress
-        )
+        counts = _write_shards(documents, vocabulary, made, settings, progress)
         if not counts["tokens"]:
             raise ValueError(f"no documents to prepare for {folder}, or only empty ones")
         return settings | counts
@@ -120,13 +132,17 @@ def _write_shards(
     documents: Iterable[str],
     vocabulary: Vocabulary,
     folder: Path,
-    dtype: np.dtype[Any],
-    shard_tokens: int,
+    settings: Mapping[str, Any],
     progress: Callable[[int, int], None],
 ) -> dict[str, int]:
-    """Write the tokens of all documents; return how many of both there are."""
-    read = written = 0
-    for batch in _batches(documents):
+    """Write the tokens of all documents; return how many of both there are.
+
+    What an interrupted call has saved in the folder is kept, and its documents are skipped.
+    """
+    shard_tokens, dtype = settings["shard_tokens"], _DTYPES[settings["dtype"]]
+    read, written, files = _saved(folder, settings)
+    saved = written
+    for batch in _batches(islice(documents, read, None)):
         tokens, read = _encoded(batch, vocabulary, dtype), read + len(batch)
         while len(tokens):
             number, inside = divmod(written, shard_tokens)
@@ -136,7 +152,28 @@ def _write_shards(
                 file.write(part.data)
             written += len(part)
         progress(read, written)
+        if written - saved >= _SAVE:
+            changed = range(saved // shard_tokens, -(-written // shard_tokens))
+            files |= describe(folder / f"tokens-{number:05d}.bin" for number in changed)
+            write_manifest(folder / SAVED, {**settings, "documents": read, "tokens": written, "files": files})
+            saved = written
     return {"documents": read, "tokens": written}
+
+
+def _saved(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    """Return the documents, tokens and files that are saved in a folder, and cut it back to them."""
+    documents, tokens, files = 0, 0, dict[str, Any]()
+    with suppress(OSError, ValueError):  # nothing is saved, or something else, or it is damaged
+        saved = read_manifest(folder / SAVED, _COUNTS)
+        refuse_other(settings, saved, folder)
+        for name, file in saved["files"].items():
+            os.truncate(plain_file(folder, name), file["bytes"])
+        verify(folder, saved["files"])
+        documents, tokens, files = saved["documents"], saved["tokens"], saved["files"]
+    for path in folder.iterdir():
+        if path.name not in {SAVED, *files}:
+            path.unlink()
+    return documents, tokens, files
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
