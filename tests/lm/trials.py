@@ -187,16 +187,13 @@ def save_twice(folder, which):
 
 def words_of(run, folder):
     """A run as it is asked for on the command line."""
-    words = ["train", run.task, "--out", str(folder)]
+    words = ["train", run.task, "--out", str(folder), "--set"]
     for field in dataclasses.fields(run):
         value = getattr(run, field.name)
         if field.name == "task" or value == field.default:
             continue
         values = value if isinstance(value, tuple) else (value,)
-        words += [
-            f"--{field.name.replace('_', '-')}",
-            *("none" if item is None else str(item) for item in values),
-        ]
+        words += [f"{field.name}={'none' if item is None else item}" for item in values]
     return words
 
 

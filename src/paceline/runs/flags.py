@@ -41,7 +41,7 @@ def described(name: str) -> str:
     """Return what a setting means, and its default.
 
     >>> described("keep")
-    'How many of the newest checkpoints to keep, next to the best one. [2]'
+    'How many of the newest checkpoints to keep. [2]'
     """
     default = config.Run.__dataclass_fields__[name].default
     words = " ".join(map(str, default)) if isinstance(default, tuple) else default
