@@ -447,20 +447,6 @@ def test_what_is_damaged_is_not_read(name, room, trained, tmp_path, capsys):
     assert sorted(tmp_path.iterdir()) == [run]
 
 
-def test_an_export_without_room_leaves_nothing(trained, tmp_path):
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); "
-    code += "from paceline.__main__ import main; sys.exit(main())"
-    left = tmp_path / ".tmp-model"
-    left.mkdir()
-    (left / "half").write_text("of an export that was killed")
-    words = ["export", str(trained), str(tmp_path / "model")]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
-    said = [line for line in done.stderr.splitlines() if line.startswith("paceline: ")]
-    assert done.returncode == 1 and f"cannot write {tmp_path / 'model'}: " in said[0]
-    assert not any(tmp_path.iterdir())
-    assert main(words) == 0 and [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
 # --- data -------------------------------------------------------------------------------------------
 
 

@@ -90,7 +90,7 @@ def test_tensors_are_those_of_the_models():
     ("script", "flags"),
     [
         ("training.py", "--model gpt:0.3m --rounds 2 --settle 1 --only push --no-compile"),
-        ("fsdp2.py", "--small --seconds 0"),
+        pytest.param("fsdp2.py", "--small --seconds 0", marks=pytest.mark.long),
     ],
 )
 def test_benchmarks_run(script, flags, tmp_path):
