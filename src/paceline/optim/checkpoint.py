@@ -103,10 +103,8 @@ def merged_groups(
     groups = []
     for own, its in zip(ours, saved, strict=False):
         group = {**own, **its, **{name: own[name] for name in KEPT_ON_LOAD if name in own}}
-        if isinstance(group.get("control"), Mapping):
-            group["control"] = Control(**group["control"])
-        elif group.get("control") is None and "control" in own:
-            group["control"] = own["control"]
+        if "control" in group:
+            group["control"] = _loaded_control(own, its)
         check(group)
         groups.append(group)
     # What torch refuses next (another number of groups or parameters) must reach it unchanged.
@@ -115,11 +113,16 @@ def merged_groups(
 
 def _needed(keeper: Keeper, own: dict[str, Any], saved: dict[str, Any]) -> tuple[str, ...]:
     """Return what the names of the averages begin with that a group keeps after a load."""
-    control = saved.get("control") or own.get("control")
+    control = _loaded_control(own, saved)
     if "control" not in own or control is None:
         return keeper.rule.kept
-    control = Control(**control) if isinstance(control, Mapping) else control
     return (*keeper.rule.kept, *control.averages)
+
+
+def _loaded_control(own: dict[str, Any], saved: dict[str, Any]) -> Control | None:
+    """Return the control that a group has after a load: the saved one, or else its own."""
+    control = saved.get("control") or own.get("control")
+    return Control(**control) if isinstance(control, Mapping) else control
 
 
 def _own(entries: dict[str, Any], prefix: str, with_live: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,19 +85,13 @@ def held(folder: Path) -> Iterator[None]:
         ConfigError: the folder cannot be written.
         BusyError: another process works in it.
     """
-    new = not folder.exists()
-    try:
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(locked(folder))
-            except OSError as error:
-                raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
-            remove_temporary(folder)
-            yield
-    finally:
-        if new:
-            with suppress(OSError):  # something is in it
-                folder.rmdir()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder))
+        except OSError as error:
+            raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+        remove_temporary(folder)
+        yield
 
 
 def do(
