@@ -27,7 +27,7 @@ def make() -> tuple[nn.Module, PACE]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, PACE(model.parameters(), lr=1e-2, control=Control.push())
+    return model, PACE(model.parameters(), lr=1e-2, control=Control.push(grow=STEPS))
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from paceline.integrations.huggingface import AveragedModelCallback, optimizer_f
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
 GPU = torch.cuda.is_available()
+STEPS = 60
 SMALL = LlamaConfig(
     vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     bos_token_id=0, eos_token_id=0,
@@ -32,14 +33,14 @@ def counting(rows: int, length: int = 16, base: int = 32) -> list[dict[str, torc
 
 
 def optimizer_of(model: nn.Module) -> PACE:  # PACE
-    return PACE(parameter_groups(model, weight_decay=0.01), lr=1e-2, control=Control.push())
+    return PACE(parameter_groups(model, weight_decay=0.01), lr=1e-2, control=Control.push(grow=STEPS))
 
 
 def main(out: Path) -> None:
     set_seed(0)
     args = TrainingArguments(
         str(out),
-        max_steps=60,
+        max_steps=STEPS,
         per_device_train_batch_size=16 // RANKS,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=10,

@@ -36,7 +36,7 @@ def evaluate(model: nn.Module) -> float:
 def train(folder: Path, until: int) -> tuple[nn.Module, PACE]:
     """Train from the last checkpoint, if there is one."""
     model = make_model()
-    optimizer = PACE(model.parameters(), lr=1e-2, control=Control.push())  # PACE
+    optimizer = PACE(model.parameters(), lr=1e-2, control=Control.push(grow=STEPS))  # PACE
     step, checkpoint = 0, folder / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint)
