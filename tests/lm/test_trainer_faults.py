@@ -660,7 +660,7 @@ def test_another_precision_on_another_device_is_refused(begun, runs, tmp_path, m
 
 @pytest.mark.long
 def test_too_little_memory_is_explained_and_harms_nothing(attempt, runs, tmp_path):
-    run = dataclasses.replace(runs["pretrain"], batch_size=512, micro_batch_size=None, steps=2)
+    run = dataclasses.replace(runs["pretrain"], batch_size=100, micro_batch_size=None, steps=2)
     run = dataclasses.replace(run, checkpoint_every=1, held_out_samples=1)
     assert attempt(partial(before, STEP, (1,), send, signal.SIGTERM), run=run).code == 143
     trial = attempt(partial(trials.starve, 2**22), run=run)

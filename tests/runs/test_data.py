@@ -1,10 +1,13 @@
 """Data by their names: what changes while it is read is refused; the chat template that has a name."""
 
+import itertools
 import json
+import shutil
 
 import pytest
 from tiny import write_chats, write_model, write_text
 
+from paceline.lm import shards
 from paceline.lm.chat import ChatFormat
 from paceline.lm.pretrained import load_tokenizer
 from paceline.runs import data
@@ -40,6 +43,36 @@ def test_text_that_is_written_while_it_is_read_is_refused_and_leaves_no_cache(tm
         prepared(write_more)
     assert not list(cache.rglob("manifest.json"))
     assert prepared(silent).training.count > 0
+
+
+def test_text_that_was_other_for_a_while_is_in_no_tokens(tmp_path, cache, monkeypatch):
+    """What is saved of an interrupted preparation is of the text that was hashed."""
+    monkeypatch.setattr(shards, "_SAVE", 1)
+    monkeypatch.setattr(shards, "_BATCH", 1)
+    folder, vocabulary = tmp_path / "texts", str(write_model(tmp_path / "model"))
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.txt").write_text("\n\n".join(f"{name}: paragraph {i} of all" for i in range(900)))
+    before = (folder / "b.txt").read_bytes()
+    real, calls = shards._encoded, itertools.count()
+
+    def encoded(*arguments):
+        if next(calls) == 0:
+            (folder / "b.txt").write_bytes(before.replace(b"of all", b"POISON"))
+        return real(*arguments)
+
+    def prepared():
+        text = data.prepare_folder([str(folder)], vocabulary, tmp_path / "out", silent)
+        return text.training.fingerprint, text.held_out.fingerprint
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_encoded", encoded)
+        with pytest.raises(ConfigError, match="was changed while it was read"):
+            prepared()
+    (folder / "b.txt").write_bytes(before)
+    resumed = prepared()
+    shutil.rmtree(tmp_path / "out")
+    assert prepared() == resumed
 
 
 def test_conversations_that_are_written_while_they_are_read_are_refused(

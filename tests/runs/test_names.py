@@ -147,6 +147,11 @@ def group_of(method, **more):
     return methods.make_optimizer(run, nn.Linear(1, 1), 300).param_groups[0]
 
 
+def test_a_push_grows_over_the_run_in_its_records():
+    assert methods.control_of(Run(method="pace+push", steps=300), 300) == Control.push(grow=300)
+    assert methods.control_of(Run(method="adamw+push", steps=300, horizon=900), 300).grow == 900
+
+
 @pytest.mark.parametrize(
     ("method", "more", "expected"),
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from killing import kill_at_random, start
-from tiny import write_chats, write_model
+from tiny import write_chats, write_model, write_text
 
 from paceline.cli import main
 from paceline.lm.files import locked
@@ -125,6 +125,7 @@ def trial(**more):
 @pytest.mark.long
 def test_a_time_is_turned_into_steps(room, tmp_path):
     timed = words(room, tmp_path, "--lr", "1e-3", "--methods", "adamw@wsd", "--time", "40s")
+    timed[timed.index("--data") + 1] = str(write_text(tmp_path / "long.txt", paragraphs=3000))
     at = timed.index("--steps")
     del timed[at : at + 2]
     kept = []

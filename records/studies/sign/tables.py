@@ -199,58 +199,79 @@ class Verdict:
     words: str
 
 
-def verdicts(method: Choice, rivals: Sequence[Choice], rows: Sequence[Row], printed: int) -> list[Verdict]:
+@dataclass(frozen=True)
+class Noise:
+    """The standard deviation of a run, once method and seed are known, and its degrees of freedom."""
+
+    of_a_run: float
+    freedom: int
+
+
+def verdicts(
+    method: Choice, rivals: Sequence[Choice], rows: Sequence[Row], noise: Noise, printed: int
+) -> list[Verdict]:
     """Compare a method with all rivals at once, by the rules of the protocol.
 
     `printed` is the number of comparisons that the page shows: intervals hold for all of them together.
     """
     check_same_tokens(rows, "report")
-    own = _runs(method, rows)
-    compared = [(rival, _runs(rival, rows)) for rival in rivals]
-    compared = [(rival, runs) for rival, runs in compared if len(own.keys() & runs.keys()) > 1]
-    losses, shares = [], []
-    for rival, runs in compared:
+    own, found = _runs(method, rows), []
+    for rival in rivals:
+        runs = _runs(rival, rows)
         seeds = sorted(own.keys() & runs.keys())
-        losses.append([_loss(method, own, seed) - _loss(rival, runs, seed) for seed in seeds])
-        shares.append([_saved(method, own[seed], rival, runs[seed]) for seed in seeds])
-    freedom = sum(len(each) - 1 for each in losses)
-    found = []
-    for (rival, _), each, saved in zip(compared, losses, shares, strict=True):
-        quantile = float(stats.t.ppf(1 - 0.025 / printed, freedom))
-        error, difference = _pooled(losses) / math.sqrt(len(each)), mean(each)
-        half, narrow = error * quantile, error * float(stats.t.ppf(0.95, freedom))
+        if len(seeds) < 2:
+            continue
+        difference = mean(_loss(method, own, seed) - _loss(rival, runs, seed) for seed in seeds)
+        error = noise.of_a_run * math.sqrt(2 / len(seeds))
+        half = error * float(stats.t.ppf(1 - 0.025 / printed, noise.freedom))
+        narrow = error * float(stats.t.ppf(0.95, noise.freedom))
         words = f"not settled; these seeds could detect {max(half, SMALLEST):.3f}"
         if abs(difference) > max(half, SMALLEST):
             words = "below" if difference < 0 else "above"
         elif abs(difference) + narrow <= SMALLEST:
             words = "tie"
-        found.append(
-            Verdict(
-                rival=rival.method,
-                difference=difference,
-                half_width=half,
-                pairs=len(each),
-                saved=mean(saved),
-                saved_half_width=_pooled(shares) / math.sqrt(len(saved)) * quantile,
-                words=words,
-            )
+        saved, lower, upper = (
+            mean(_saved(method, own[seed], rival, runs[seed], shift) for seed in seeds)
+            for shift in (0.0, -half, half)
         )
+        verdict = Verdict(
+            rival=rival.method,
+            difference=difference,
+            half_width=half,
+            pairs=len(seeds),
+            saved=saved,
+            saved_half_width=abs(upper - lower) / 2,
+            words=words,
+        )
+        found.append(verdict)
     return found
 
 
-def _pooled(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard deviation within groups."""
-    freedom = sum(len(each) - 1 for each in groups)
-    return math.sqrt(sum((x - mean(each)) ** 2 for each in groups for x in each) / freedom)
+def noise_of(chosen: Sequence[Choice], rows: Sequence[Row]) -> Noise:
+    """Return the noise that methods and seeds do not explain, over the seeds that all methods have."""
+    every = [_runs(choice, rows) for choice in chosen]
+    seeds = sorted(set.intersection(*(set(runs) for runs in every)))
+    table = [
+        [_loss(choice, runs, seed) for seed in seeds] for choice, runs in zip(chosen, every, strict=True)
+    ]
+    of_seeds = [mean(column) for column in zip(*table, strict=True)]
+    rest = [
+        x - mean(line) - y + mean(of_seeds) for line in table for x, y in zip(line, of_seeds, strict=True)
+    ]
+    freedom = (len(table) - 1) * (len(seeds) - 1)
+    return Noise(math.sqrt(sum(x * x for x in rest) / freedom), freedom)
 
 
-def _saved(method: Choice, own: Row, rival: Choice, other: Row) -> float:
-    """Return the share of steps saved against a rival's run; below 0 if more steps are needed."""
-    curve = [(t, losses[method.view]) for t, losses in own.curve]
+def _saved(method: Choice, own: Row, rival: Choice, other: Row, shift: float) -> float:
+    """Return the share of steps saved against a rival's run; below 0 if more steps are needed.
+
+    `shift` is added to all losses of the method.
+    """
+    curve = [(t, losses[method.view] + shift) for t, losses in own.curve]
     saved = steps_saved(curve, other.views[rival.view])
     if saved is not None:
         return saved
-    needed = steps_saved([(t, losses[rival.view]) for t, losses in other.curve], own.views[method.view])
+    needed = steps_saved([(t, losses[rival.view]) for t, losses in other.curve], curve[-1][1])
     assert needed is not None, "one of two curves must reach the end of the other"
     return 1 - 1 / (1 - needed)
 
@@ -336,7 +357,7 @@ def report(size: str, chosen: Sequence[Choice], rows: Sequence[Row]) -> list[str
     figure.savefig(HERE / f"report-{size.lower()}.png", dpi=150)
     parts = [finals(f"Report at {size}: final losses", there, rows)]
     pairs = [(one, [other for other in there if other is not one]) for one in there if one.method in SUBJECTS]
-    printed = sum(len(rivals) for _, rivals in pairs)
+    printed, noise = sum(len(rivals) for _, rivals in pairs), noise_of(there, rows)
     for one, rivals in pairs:
         lines = [
             [
@@ -346,7 +367,7 @@ def report(size: str, chosen: Sequence[Choice], rows: Sequence[Row]) -> list[str
                 v.pairs,
                 v.words,
             ]
-            for v in verdicts(one, rivals, rows, printed)
+            for v in verdicts(one, rivals, rows, noise, printed)
         ]
         head = ("rival", "difference in loss", "steps saved, %", "pairs", f"{one.method} is")
         parts.append(table(f"Report at {size}: {one.method} against each other method", head, lines))
@@ -381,7 +402,7 @@ def muon(rows: Sequence[Row]) -> list[str]:
     others = [choice for choice in chosen if choice is not best]
     lines = [
         [v.rival, f"{v.difference:+.4f} ± {v.half_width:.4f}", f"{100 * v.saved:+.1f}", v.pairs, v.words]
-        for v in verdicts(best, others, rows, len(others))
+        for v in verdicts(best, others, rows, noise_of(chosen, rows), len(others))
     ]
     head = ("rival", "difference in loss", "steps saved, %", "pairs", "it is")
     title = f"Muon at 7M: {best.method} against each other setting"

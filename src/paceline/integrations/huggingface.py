@@ -89,13 +89,13 @@ class AveragedModelCallback(TrainerCallback):
                 "Trainer was given. Before training the model's weights are live"
             )
         keeper, model = self._shown_in
-        was_shown = keeper.shown != "live"
+        was_shown, outer = keeper.shown != "live", self._evaluates_live
         keeper.hide()
         self._evaluates_live = True
         try:
             yield
         finally:
-            self._evaluates_live = False
+            self._evaluates_live = outer
             if was_shown:
                 keeper.show(None, model)
 

@@ -126,8 +126,6 @@ def prepare_chat(
     settings = {"length": length, "chat_format": form.fingerprint, "source": json.loads(json.dumps(source))}
 
     def fill(made: Path) -> dict[str, Any]:
-        for path in made.iterdir():  # packing is quick, and begins again
-            path.unlink()
         with naming(made / _SAMPLES):
             report = _write_samples(rows, form, made / _SAMPLES, length, progress)
         return {**settings, "vocabulary": form.vocabulary, "report": asdict(report)}

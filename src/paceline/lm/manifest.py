@@ -147,6 +147,8 @@ def prepared(
             return opened()
         remove_temporary(folder.parent, folder.name)
         made = folder.with_name(f"{TEMPORARY}{folder.name}.part")
+        if not (made / SAVED).exists():
+            shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True, exist_ok=True)
         try:
             fields = fill(made)

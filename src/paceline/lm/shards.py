@@ -91,6 +91,7 @@ def prepare(
     shard_tokens: int = 2**27,
     is_cache: bool = False,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
+    check: Callable[[], None] = lambda: None,
     tell: Tell = silent,
 ) -> Tokens:
     """Tokenize documents into a folder, or open the folder if that is done.
@@ -105,6 +106,7 @@ def prepare(
         shard_tokens: tokens of a file.
         is_cache: prepare a damaged folder again, instead of refusing it.
         progress: called with the numbers of documents and tokens so far.
+        check: called before what is done is saved; raises if the documents are no more those of the source.
         tell: called with lines about damage, and about checks that take long.
     """
     if shard_tokens < 1:
@@ -119,7 +121,7 @@ def prepare(
     }
 
     def fill(made: Path) -> dict[str, Any]:
-        counts = _write_shards(documents, vocabulary, made, settings, progress)
+        counts = _write_shards(documents, vocabulary, made, settings, progress, check)
         if not counts["tokens"]:
             raise ValueError(f"no documents to prepare for {folder}, or only empty ones")
         return settings | counts
@@ -134,6 +136,7 @@ def _write_shards(
     folder: Path,
     settings: Mapping[str, Any],
     progress: Callable[[int, int], None],
+    check: Callable[[], None],
 ) -> dict[str, int]:
     """Write the tokens of all documents; return how many of both there are.
 
@@ -153,6 +156,7 @@ def _write_shards(
             written += len(part)
         progress(read, written)
         if written - saved >= _SAVE:
+            check()
             changed = range(saved // shard_tokens, -(-written // shard_tokens))
             files |= describe(folder / f"tokens-{number:05d}.bin" for number in changed)
             write_manifest(folder / SAVED, {**settings, "documents": read, "tokens": written, "files": files})

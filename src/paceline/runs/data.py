@@ -144,6 +144,11 @@ def _tokens(
 ) -> Tokens:
     """Return the tokens of one part, prepared if need be: in the cache, or in a folder of the user's."""
     described = _descriptions(sources)
+
+    def check() -> None:
+        for source in sources:
+            source.check()
+
     return prepare(
         _some(sources, part),
         vocabulary,
@@ -151,6 +156,7 @@ def _tokens(
         source={"sources": described, "part": part},
         is_cache=folder is None,
         progress=_Progress(f"tokenizing ({part})", tell),
+        check=check,
         tell=tell,
     )
 
@@ -191,6 +197,10 @@ class _Source:
             for piece in cut(document, size) if size else (document,):
                 if part == "all" or is_held_out(piece, HELD_OUT_SHARE) == (part == "held-out"):
                     yield piece
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError if a file was written after it was hashed."""
         _check_unchanged(self._stamps)
 
 

@@ -204,10 +204,10 @@ def make_views(run: Run, optimizer: Optimizer, model: nn.Module) -> tuple[dict[s
     return views, returned_of(views)
 
 
-def control_of(run: Run) -> Control | None:
-    """Return the control of a run; None without one."""
+def control_of(run: Run, steps: int) -> Control | None:
+    """Return the control of a run of that many steps; None without one."""
     name = names.parse(run.method)
-    return _control(name.control, name.arguments(run.horizon or 1)[1])
+    return _control(name.control, name.arguments(run.horizon or steps)[1])
 
 
 def memory_of(run: Run, optimizer: Optimizer) -> tuple[int, dict[str, int]]:
@@ -229,7 +229,7 @@ def check_methods(run: Run) -> None:
     model, steps = nn.Linear(1, 1), max(run.steps or 1000, 20)
     optimizer = make_optimizer(run, model, steps)
     make_schedule(run, optimizer, steps)
-    control = control_of(run)
+    control = control_of(run, steps)
     if run.telemetry_every is not None and (control is None or control.strength == 0):
         raise ConfigError(
             f"telemetry_every reads what a control does; {run.method} has none, and pace and pace+push do"

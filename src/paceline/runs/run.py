@@ -212,7 +212,7 @@ class _Running:
         about = {"time": self.clock.now(), "step": self.progress.step, **records.environment()}
         self.timing.write("begin", about if self.ranks.size == 1 else {**about, "ranks": self.ranks.size})
         if anew:
-            control, alone = control_of(self.run), self.run.name.without_averages
+            control, alone = control_of(self.run, self.job.plan.steps), self.run.name.without_averages
             about = {
                 "config": as_mapping(self.run),
                 "name": str(self.run.name),

@@ -130,7 +130,8 @@ def _warnings(found: Found) -> Iterator[str]:
             yield f"{run.name}: its clock went back, so how long it took is not known."
         alike = {seen[what]: None for m in run.methods if (what := (m, run.lr, run.seed)) in seen}
         for other in alike:
-            yield f"{run.name} is {other} once more; the one that ended counts, or the last."
+            said = f"{run.name} has the method, learning rate and seed of {other}"
+            yield f"{said}; only the one that ended counts, or the last."
         seen |= {(method, run.lr, run.seed): run.name for method in run.methods}
     for seed in dict.fromkeys(run.seed for run in runs):
         if len({run.batches for run in runs if run.seed == seed and run.outcome == "finished"}) > 1:

@@ -303,7 +303,7 @@ def run_seconds(run: Run, trial: Trial) -> float:
 def _named(variant: Run, planned: Run, lr: float, seed: int) -> Named:
     """Return a variant at this learning rate and seed, with all that was planned."""
     assert planned.steps is not None
-    control = control_of(variant)
+    control = control_of(variant, planned.steps)
     is_steered = control is not None and control.strength != 0
     run = replace(
         planned,
