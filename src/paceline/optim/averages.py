@@ -1,6 +1,7 @@
 """Ways to average the live weights, for `attach(optimizer, averages={"long": HalfLife(0.1)})`."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
@@ -48,13 +49,13 @@ class _Checked:
         check(vars(self), _ALLOWED)
 
 
-class _ByRate(_Checked):
+class _ByRate(_Checked, ABC):
     """An average that moves by a rate(t): average ← (1 − rate) · average + rate · live."""
 
     parts = ("average",)
 
-    def rate(self, t: int) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def rate(self, t: int) -> float: ...
 
     def move_(self, parts: Parts, lives: list[Tensor], t: int) -> None:
         move_averages_(parts["average"], lives, self.rate(t))

@@ -122,8 +122,7 @@ class Launch:
 
     def step_(self, lr: float | Tensor) -> None:
         """Take one step, in place, and count it."""
-        grads = [live.grad for live in self._lives]
-        addresses = [(g if type(g) is Tensor else local(g)).data_ptr() for g in grads]  # type: ignore[arg-type]
+        addresses = [local(live.grad).data_ptr() for live in self._lives]  # type: ignore[arg-type]
         with torch.cuda.device(self._grads.device if self._grads.is_cuda else -1):
             self._send_rate(lr)
             self._send_gradients(addresses)

@@ -21,11 +21,11 @@ _SWEEP = f"""{sweep.GRIDS}
 the paper's figures and tables:
   paceline sweep --list --scale gpu
       every label: how many runs it needs, and what they cost; with --out FOLDER, how many are done there
-  paceline sweep fig:135m_grid --scale gpu --out runs/gpu
-      do the runs of a figure, which paceline report then draws
+  paceline sweep fig:135m_grid --scale gpu --out runs/gpu --place chat=smoltalk.jsonl.zst
+      do the runs of a figure on data that you have downloaded; paceline report then draws it
   paceline sweep fig:bema_sf fig:pretrain --scale gpu --out runs/gpu --place chat=smoltalk.jsonl.zst \\
       text=wiki/ text_held_out=wiki-test.txt SmolLM2-135M=models/smollm2
-      two figures, with data and a model of this machine instead of the hub's
+      two figures, with a model of this machine, too, instead of the hub's
 
 Scales have the same sweeps; they differ in model, data and budget:
   paper   as in the paper: hub models of 135M to 1.7B parameters, GPT-2 on 2.5B tokens

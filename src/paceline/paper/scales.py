@@ -114,7 +114,7 @@ SCALES = {scale.name: scale for scale in (PAPER, GPU, CPU)}
 
 
 def located(scale: Scale, places: Mapping[str, Sequence[str]]) -> Scale:
-    """Return a scale whose data and models are on this machine instead of the hub. Names of runs stay.
+    """Return a scale whose data and models are on this machine. Names of runs stay.
 
     Places are files or folders by what they are for: text, chat, tulu, those with "_held_out" behind, or the
     name of a model that is fine-tuned.
